@@ -1,4 +1,4 @@
-"""Shared fixtures: real inputs beside the checkout, and one clean accelerate state per test."""
+"""Shared fixtures: real inputs next to the checkout, and a clean accelerate state for each test."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from warm_python import WarmPython, is_possible
 
-# Two workers' worth of threads each would fight over two cores.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads take the cores from the other processes
+# Two workers that each start a full set of threads would fight over two cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads take cores away from the other processes
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# A shell that starts the tests in the background has them ignore Ctrl-C, and so all that they launch.
+# A shell that starts the tests in the background makes them, and everything they launch, ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -28,7 +28,7 @@ FOLDERS_THAT_LAUNCH = ("distributed", "library", "recipes")
 
 
 def pytest_configure() -> None:
-    """Workers that test side by side share the cores; alone, a process keeps torch's choice."""
+    """Test workers that run side by side share the cores; a single process keeps torch's default."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         import torch
@@ -43,7 +43,7 @@ def repository() -> Path:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of real inputs that lies beside the checkout; tests that need it are skipped elsewhere."""
+    """The folder of real inputs next to the checkout; tests that need it are skipped where it is missing."""
     if not SHARED_DATA.is_dir():
         pytest.skip(f"real inputs are not there: {SHARED_DATA}")
     return SHARED_DATA
@@ -51,7 +51,7 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_numbers_are_numbers() -> None:
-    """DeepSpeed's operations are compiled with -ffast-math: loading one rounds subnormal floats to 0 from then on."""
+    """DeepSpeed's ops are built with -ffast-math: once one is loaded, the process rounds subnormal floats to 0."""
     import torch
 
     torch.set_flush_denormal(False)
@@ -59,7 +59,7 @@ def _small_numbers_are_numbers() -> None:
 
 @pytest.fixture(autouse=True)
 def _products_are_torchs_own() -> Iterator[None]:
-    """Pretraining chooses who multiplies in fp32 for its process's life; a recipe that ran in this one has ended."""
+    """Restore torch's default: pretraining sets the precision of fp32 matrix products for the whole process."""
     yield
     if (torch := sys.modules.get("torch")) is not None and hasattr(torch, "set_float32_matmul_precision"):
         torch.set_float32_matmul_precision("highest")
@@ -67,7 +67,7 @@ def _products_are_torchs_own() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_launch_is_left_behind() -> Iterator[None]:
-    """The next module starts outside any launch: what a distributed run sets belongs in a process of its own."""
+    """The next module starts outside any launch: tests that set up a distributed run need their own process."""
     before = {name: os.environ.get(name) for name in LAUNCH_VARIABLES}
     yield
     left = {name: os.environ.get(name) for name in LAUNCH_VARIABLES}
@@ -80,13 +80,13 @@ def _no_launch_is_left_behind() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def real_python() -> str:
-    """For what looks at the processes below a process, such as a test that kills all of them: nothing starts warm."""
+    """The real Python, for tests that inspect or kill all of a process's children: nothing starts warm."""
     return REAL_PYTHON
 
 
 @pytest.fixture(scope="session")
 def warm_python() -> Iterator[WarmPython]:
-    """Servers of processes that have imported the libraries, for the tests of this worker."""
+    """Servers of processes that have already imported the libraries, for this worker's tests."""
     warm = WarmPython()
     yield warm
     warm.close()
@@ -94,7 +94,7 @@ def warm_python() -> Iterator[WarmPython]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _launches_start_warm(request: pytest.FixtureRequest) -> Iterator[None]:
-    """``sys.executable`` is a warm one for tests that launch, unless their module says ``WARM_PYTHON = False``."""
+    """Make ``sys.executable`` warm for tests that launch, unless their module sets ``WARM_PYTHON = False``."""
     launches = Path(request.path).parent.name in FOLDERS_THAT_LAUNCH
     is_wanted = getattr(request.module, "WARM_PYTHON", launches) and not os.environ.get("ACCEL_SCALE_COLD_TESTS")
     if not is_wanted or not is_possible():
@@ -106,6 +106,6 @@ def _launches_start_warm(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Garbage is looked for among what tests make, not among the hundred thousands of objects of the libraries."""
+    """Collect garbage among the tests' objects only, not among the libraries' hundreds of thousands."""
     gc.collect()
     gc.freeze()

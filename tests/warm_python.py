@@ -1,15 +1,15 @@
-"""A stand-in for ``python`` that has imported the libraries: launches of the tests start in tenths of a second.
+"""A stand-in for ``python`` with the libraries already imported, so that tests launch in tenths of a second.
 
-Importing torch, transformers, peft, bitsandbytes and TRL takes seven seconds of a core, and a test that launches two
-ranks pays for it three times. `WarmPython` imports them once, in server processes; its `executable` is called as
-``python`` is (``-u``, ``-m``, ``-c``, a script), and a server forks the child that becomes that process: arguments,
+Importing torch, transformers, peft, bitsandbytes and TRL takes seven seconds of one core, and a test that launches two
+ranks pays for it three times. `WarmPython` imports them once, in server processes. Its `executable` is called like
+``python`` (``-u``, ``-m``, ``-c``, a script), and a server forks the child that becomes that process: arguments,
 environment, folder and standard streams are the caller's, the script is ``__main__``, signals and the exit status are
-passed on, and the interpreter ends as it always does. The modules of this project, which do nothing while they are
-imported, are imported ahead too; a process whose PYTHONPATH holds another copy of them forgets them first.
+forwarded, and the interpreter shuts down as usual. This project's modules have no import side effects, so they are
+imported ahead too; a process whose PYTHONPATH holds another copy of them drops them first.
 
-Python itself is started, whole, where a variable that libraries read while they are imported is not as the servers
-have it (`READ_AT_IMPORT`), for the modules of `COLD_MODULES`, and for command lines that are not understood here.
-Neighbouring ranks come from two servers, so that hashes of strings differ between them as between real processes.
+A real Python starts instead if an environment variable that libraries read at import differs from the servers'
+(`READ_AT_IMPORT`), for the modules in `COLD_MODULES`, and for command lines that this stand-in does not understand.
+Neighbouring ranks come from two servers, so that string hashes differ between them as between real processes.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 SERVERS = 2
-# By prefix. The rest of the environment is looked at when it is used, and is the caller's by then.
+# Prefixes. All other variables are read when they are used, and by then the environment is the caller's.
 READ_AT_IMPORT = ("BNB_", "DATASETS_", "HF_", "HOME", "HUGGINGFACE_", "LD_", "TRANSFORMERS_")
-# The recipes set it for what they start; no test downloads.
+# The recipes set it for the processes they start; no test downloads.
 OF_NO_MATTER = ("HF_HUB_DISABLE_PROGRESS_BARS",)
-# Looks at its parent and its children, and imports nothing large.
+# Inspects its parent and its children, and imports nothing large.
 COLD_MODULES = ("accel_scale.tuning.process_guard",)
 PRELOADED = (
     "accelerate.commands.launch",
@@ -54,7 +54,7 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.run",
 )
-# Rooms that import what no launch needs.
+# Packages whose imports no launch needs.
 NOT_PRELOADED = ("accel_scale.board", "accel_scale.tuning")
 PROJECT = "accel_scale"
 _NUMBER = struct.Struct("<i")
@@ -100,7 +100,7 @@ os._exit(status)
 
 
 def is_possible() -> bool:
-    """Whether this system tells a process of the end of another one; a GPU cannot be used after a fork."""
+    """True if a process can watch another one's end and there is no GPU, which is unusable after a fork."""
     import torch
 
     try:
@@ -111,7 +111,7 @@ def is_possible() -> bool:
 
 
 def is_warm() -> bool:
-    """Whether ``sys.executable`` is such a stand-in already."""
+    """True if ``sys.executable`` is already such a stand-in."""
     return Path(sys.executable).parent.name.startswith(_PREFIX)
 
 
@@ -119,12 +119,12 @@ class WarmPython:
     """Servers of warm processes; `close` ends them.
 
     Attributes:
-        executable: what to call instead of ``sys.executable``.
+        executable: The path to call instead of ``sys.executable``.
     """
 
     @property
     def servers(self) -> list[int]:
-        """Process ids of the servers, below which all warm processes are."""
+        """Process ids of the servers, the ancestors of all warm processes."""
         return [server.pid for server in self._servers]
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class WarmPython:
         self._servers = [
             subprocess.Popen(
                 [sys.executable, __file__, f"{address}{number}"],
-                stdin=subprocess.PIPE,  # ends when the process of the tests does, in whatever way
+                stdin=subprocess.PIPE,  # closes when the test process ends, however it ends
                 stdout=subprocess.PIPE,
                 stderr=(self.folder / f"log{number}").open("wb"),
             )
@@ -166,7 +166,7 @@ class WarmPython:
 
 
 class _Process:
-    """One that was asked for: the connection to the caller, its number, and the descriptor that tells of its end."""
+    """A forked process: the connection to its caller, its process id, and the descriptor that reports its end."""
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self.connection, self.pid = connection, pid
@@ -174,13 +174,13 @@ class _Process:
 
 
 def serve(listener: socket.socket) -> list[Any]:
-    """Fork and watch until standard input ends; returns only in the children, with the request."""
+    """Fork and watch children until standard input closes; returns only in a child, with the request."""
     waiting = selectors.DefaultSelector()
     waiting.register(listener, selectors.EVENT_READ)
     waiting.register(sys.stdin, selectors.EVENT_READ)
     while True:
         for key, _ in waiting.select():
-            if key.fd not in waiting.get_map():  # unregistered by the one before it
+            if key.fd not in waiting.get_map():  # unregistered while the previous key was handled
                 continue
             if key.fileobj is sys.stdin:
                 _leave(waiting)
@@ -190,7 +190,7 @@ def serve(listener: socket.socket) -> list[Any]:
             connection = listener.accept()[0]
             try:
                 request, streams = _received(connection)
-            except (OSError, ValueError, IndexError):  # the caller was killed meanwhile
+            except (OSError, ValueError, IndexError):  # the caller has been killed in the meantime
                 connection.close()
                 continue
             pid = os.fork()
@@ -223,7 +223,7 @@ def _received(connection: socket.socket) -> tuple[list[Any], array.array[int]]:
 
 
 def _pass_on(waiting: selectors.BaseSelector, process: _Process) -> None:
-    """A signal for the process; a caller that was killed takes its process along."""
+    """Forward a signal to the process; if the caller was killed, kill the process too."""
     try:
         message = process.connection.recv(4)
     except OSError:
@@ -248,7 +248,7 @@ def _end(waiting: selectors.BaseSelector, process: _Process) -> None:
 
 
 def _let_go(waiting: selectors.BaseSelector, listener: socket.socket, connection: socket.socket) -> None:
-    """The child has nothing of the server's: a caller hears that its process is gone when that is gone."""
+    """Drop the server's connections in the child, so that a caller sees its own process end as soon as it ends."""
     others = {key.data for key in waiting.get_map().values() if key.data is not None}
     waiting.close()
     for other in others:
@@ -265,22 +265,22 @@ def _take_streams(streams: array.array[int]) -> None:
 
 
 def become(words: list[str], unbuffered: bool, folder: str, environment: Mapping[str, str], executable: str) -> None:
-    """Run what ``python words`` would, as this process."""
+    """Run the command ``python words`` in this process."""
     os.setsid()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    tempfile.tempdir = None  # found once and kept
-    sys.executable = executable  # what this process starts is warm, too
+    tempfile.tempdir = None  # cached at first use
+    sys.executable = executable  # processes started from here are warm too
     sys.orig_argv = [executable, *words]
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
     sys.stdout = _written(1, unbuffered)
     sys.stderr = _written(2, unbuffered, errors="backslashreplace", line_buffering=True)
     if environment.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
-    if environment.get("OMP_NUM_THREADS"):  # torch looked when it was imported
+    if environment.get("OMP_NUM_THREADS"):  # torch read it when it was imported
         sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
-    sys.modules["numpy"].random.seed()  # as every process its own
+    sys.modules["numpy"].random.seed()  # as in every fresh process
     for path in reversed(environment.get("PYTHONPATH", "").split(os.pathsep)):
         if path and path not in sys.path:
             sys.path.insert(1, path)
@@ -321,7 +321,7 @@ def _written(number: int, unbuffered: bool, **options: Any) -> io.TextIOWrapper:
 
 
 def preload() -> None:
-    """Import, and start no thread."""
+    """Import the libraries without starting a thread."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     for name in PRELOADED:
         importlib.import_module(name)
@@ -330,7 +330,7 @@ def preload() -> None:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     from trl import SFTTrainer  # noqa: F401
 
-    get_checkpoint_conversion_mapping("llama")  # compiles a thousand expressions once
+    get_checkpoint_conversion_mapping("llama")  # compiles a thousand expressions, once
     import accel_scale
 
     for module in pkgutil.walk_packages(accel_scale.__path__, f"{PROJECT}."):
@@ -341,7 +341,7 @@ def preload() -> None:
 def main() -> None:
     preload()
     gc.collect()
-    gc.freeze()  # else a child copies all of it when it collects garbage, and once more at its end
+    gc.freeze()  # otherwise a child copies all of it when it collects garbage, and again at exit
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(sys.argv[1])
     listener.listen(64)

@@ -4,7 +4,7 @@ accelerate launch --config_file F checkpoint_run.py --output_dir D --report R.js
 accelerate launch --config_file F --num_processes 1 checkpoint_run.py --runs runs.json            several, of any size
 
 ``runs.json`` lists ``{"argv", "port", "log", "num_processes"}``: the libraries are imported once, each run then
-forks its ranks, with the launch's environment. Rows depend on the step alone: a global batch
+forks its ranks with the launch's environment. Rows depend only on the step, so that a global batch
 is the same on any number of ranks.
 """
 
@@ -39,7 +39,7 @@ GLOBAL_BATCH_SIZE, LENGTH, VOCABULARY = 4, 16, 64
 
 
 class Counter:
-    """Something registered: counts the steps that it has seen."""
+    """A registered object: counts the steps that it has seen."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -52,7 +52,7 @@ class Counter:
 
 
 def several(runs: list[dict]) -> int:
-    """Fork the ranks of one run after the other; the status is that of the first that failed."""
+    """Run `runs` one after the other, forking their ranks; returns the status of the first that failed."""
     preload()
     worst = 0
     for run in runs:
@@ -72,7 +72,7 @@ def several(runs: list[dict]) -> int:
 
 
 def preload() -> None:
-    """What every rank would import by itself: DeepSpeed whatever the strategy, and what a step needs."""
+    """Import what every rank would import anyway: DeepSpeed whatever the strategy, and what a step needs."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed  # noqa: F401
     import torch.distributed.checkpoint
@@ -92,17 +92,17 @@ def batch_of(step: int, accelerator: Accelerator) -> torch.Tensor:
 
 
 def kill_when_there(path: Path) -> None:
-    """No process can do anything about this signal."""
+    """Kill this process with SIGKILL, which nothing can handle, once `path` exists."""
     while not path.exists():
         time.sleep(0.0002)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def one(args: argparse.Namespace) -> None:
-    """Train, save, resume as the flags say; rank 0 writes what was seen."""
+    """Train, save and resume as the flags say; rank 0 writes the report."""
     enable_rehearsal_if_needed()
     if args.layout:
-        os.environ["FSDP_STATE_DICT_TYPE"] = args.layout  # as the launch file's fsdp_state_dict_type arrives
+        os.environ["FSDP_STATE_DICT_TYPE"] = args.layout  # as the launch file's fsdp_state_dict_type would be passed
     # The launch files leave accumulation to the script.
     accelerator = Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1))
     if accelerator.state.deepspeed_plugin is not None:
@@ -133,7 +133,7 @@ def one(args: argparse.Namespace) -> None:
     resumed = manager.resume(args.resume)
     for name, seed in (("python", random.seed), ("numpy", np.random.seed), ("torch", torch.manual_seed)):
         if resumed is None:
-            seed(len(name) + accelerator.process_index)  # every rank its own numbers
+            seed(len(name) + accelerator.process_index)  # different numbers on every rank
     model.train()
     if args.save_at == 0:
         manager.save(0)
@@ -152,7 +152,7 @@ def one(args: argparse.Namespace) -> None:
         stopping = manager.should_stop()
         if step == args.save_at or stopping or (args.save_every and step % args.save_every == 0):
             manager.save(step, {"rows": step * GLOBAL_BATCH_SIZE}, final=stopping)
-        # One write: print() without a buffer makes two, and the other rank's line may come between.
+        # A single write: unbuffered print() makes two, and another rank's line may come between them.
         sys.stdout.write(f"rank {accelerator.process_index} pid {os.getpid()} step {step}\n")
         sys.stdout.flush()
         if stopping:

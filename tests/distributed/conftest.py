@@ -1,4 +1,4 @@
-"""What several launches train on."""
+"""Inputs that several launches train on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def inputs(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model and rows for recipes/sft.py, those of its soak."""
+    """A tiny model and rows for recipes/sft.py, the same as in its soak."""
     sys.path.insert(0, str(repository / "benchmarks"))
     from sft_soak import make_inputs
 

@@ -2,7 +2,7 @@
 
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 ddp_hooks_run.py --output_dir D
 
-Every run is of the same model over the same rows. Prints one JSON line.
+All runs train the same model on the same rows. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ POWERSGD = DdpSettings(1, "powersgd", RANK, START)
 
 
 def make_model() -> LlamaForCausalLM:
-    """0.7M parameters: three buckets of 1 MB."""
+    """A model of 0.7M parameters: three buckets of 1 MB."""
     set_seed(1)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -57,7 +57,7 @@ def rows(step: int, rank: int) -> torch.Tensor:
 
 
 class Training:
-    """A model with its optimizer, prepared again."""
+    """A freshly prepared model with its optimizer."""
 
     def __init__(self, accelerator: Accelerator, settings: DdpSettings, register: Any = None) -> None:
         accelerator.free_memory()
@@ -72,7 +72,7 @@ class Training:
         self.step = GuardedStep(accelerator, self.model, self.optimizer, guard=None)
 
     def run(self, first: int, last: int, step: GuardedStep | None = None, bad: tuple[int, ...] = ()) -> list[float]:
-        """Steps `first` to `last`, those in `bad` with a loss of NaN; the losses over all ranks."""
+        """Train steps `first` to `last`, those in `bad` with a loss of NaN; returns the losses over all ranks."""
         step, losses = step or self.step, []
         for number in range(first, last + 1):
             batch = rows(number, self.accelerator.process_index)
@@ -91,7 +91,7 @@ class Training:
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """Bytes that this process gives to `all_reduce` in Python, where the hooks call it."""
+    """Counts the bytes that this process passes to `all_reduce` in Python, where the hooks call it."""
     sent, real = [0], dist.all_reduce
 
     def count(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ def counted() -> Iterator[list[int]]:
 
 
 def bytes_and_losses(accelerator: Accelerator) -> dict[str, Any]:
-    """Of every hook: bytes of one step by two counts, losses, and whether the ranks agree."""
+    """For every hook: bytes of one step counted in two ways, losses, and whether the ranks agree."""
     found = {}
     for name in ("none", "counted", "bf16", "fp16", "powersgd"):
         training = Training(accelerator, DdpSettings(1, name, RANK, START))
@@ -129,7 +129,7 @@ def bytes_and_losses(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def torchs_own(accelerator: Accelerator) -> float:
-    """Largest difference of weights between torch's hook, registered by itself, and ours."""
+    """Largest weight difference between torch's hook, registered directly, and ours."""
 
     def register(ddp: Any) -> None:
         state = powerSGD_hook.PowerSGDState(None, RANK, START - 1, orthogonalization_epsilon=1e-8)
@@ -138,7 +138,7 @@ def torchs_own(accelerator: Accelerator) -> float:
 
         def one_at_a_time(state, bucket):
             index = bucket.index()
-            if state.iter >= START - 1 and index not in state.p_memory_dict:  # random factors, but ours
+            if state.iter >= START - 1 and index not in state.p_memory_dict:  # random factors, but our own
                 begins._arrange(index, tuple(names[id(p)] for p in bucket.parameters()))
                 for kept in ("p_memory_dict", "q_memory_dict"):
                     getattr(state, kept)[index] = getattr(begins._powersgd, kept)[index]
@@ -157,12 +157,12 @@ def torchs_own(accelerator: Accelerator) -> float:
 
 
 def resumed(accelerator: Accelerator, folder: str) -> dict[str, float]:
-    """Differences of weights after a break: with the hook's state, and with it left out."""
+    """Weight differences after an interruption: with the hook's state, and without it."""
     whole = Training(accelerator, POWERSGD)
     whole.run(1, STEPS)
     expected = whole.weights()
     found = {}
-    # In its midst, before the very first step of PowerSGD, and without the state.
+    # In the middle of PowerSGD, right before its first step, and without the state.
     for name, last in (("with state", START + 2), ("before the first", START - 1), ("without", START + 2)):
         manager = CheckpointManager(accelerator, f"{folder}/{name}")
         first = Training(accelerator, POWERSGD)
@@ -181,7 +181,7 @@ def resumed(accelerator: Accelerator, folder: str) -> dict[str, float]:
 
 
 def from_three_ranks(accelerator: Accelerator) -> float:
-    """Difference of the errors from their mean, where three ranks had saved and two take up."""
+    """Deviation of the errors from their mean after three ranks saved and two resume."""
     training = Training(accelerator, POWERSGD)
     training.run(1, START + 1)
     hook = hook_of(training.model)
@@ -197,7 +197,7 @@ def from_three_ranks(accelerator: Accelerator) -> float:
 
 
 def dropped(accelerator: Accelerator, folder: str) -> dict[str, float]:
-    """Differences of weights from a run that never saw the bad steps: the first of PowerSGD's, and a later one."""
+    """Weight differences from a run without the bad steps: PowerSGD's first step, and a later one."""
     found = {}
     for bad in (START, START + 3):
         clean = Training(accelerator, POWERSGD)
@@ -213,11 +213,11 @@ def dropped(accelerator: Accelerator, folder: str) -> dict[str, float]:
 
 
 class HookedTrainer(DdpHookMixin, Trainer):
-    """Hugging Face's own with our hook."""
+    """Hugging Face's own trainer with our hook."""
 
 
 def trainer_weights(folder: str, *, steps: int, resume: str | None = None) -> torch.Tensor:
-    """Of a trainer after `steps`, from a checkpoint where one is named."""
+    """Weights of a trainer after `steps`, resumed from the checkpoint `resume` if given."""
     args = TrainingArguments(
         folder,
         max_steps=steps,

@@ -1,4 +1,4 @@
-"""A worker without torch for the tests of launches' ends: ``ends_run.py MODE FOLDER``."""
+"""A worker without torch for tests of how launches end: ``ends_run.py MODE FOLDER``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main(mode: str, folder: Path) -> None:
         end_at_interrupt(PROGRAM)
     if mode == "stuck":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    child = os.fork()  # a data loader's worker, or one of a pool that prepares data
+    child = os.fork()  # as a data loader's worker, or a worker of a pool that prepares data
     if child == 0:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(120)

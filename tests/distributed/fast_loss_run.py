@@ -1,4 +1,4 @@
-"""Two processes: the gradients of the lean loss under FSDP2 and DDP, beside one process on all tokens.
+"""Two processes: gradients of the lean loss under FSDP2 and DDP, compared with one process on all tokens.
 
 Run by test_fast_loss_sharded.py; prints one JSON line per case on rank 0.
 """
@@ -38,7 +38,7 @@ def tiny_model() -> LlamaForCausalLM:
 
 
 def packed_batch(rank: int) -> dict[str, torch.Tensor]:
-    """Rows whose labelled tokens differ in number between the ranks."""
+    """A packed row; the number of labelled tokens differs between ranks."""
     generator = torch.Generator().manual_seed(rank)
     ids = torch.randint(0, VOCAB, (1, 48), generator=generator)
     labels = ids.clone()

@@ -26,7 +26,7 @@ SHAPE = {
     "vocab_size": 2048,
 }
 AHEAD = "full, gathered ahead"
-# name: reshard after forward, parameter dtype, micro-batches of a step, whether each of them reduces its gradients
+# name: reshard after forward, parameter dtype, micro-batches per step, whether each of them reduces its gradients
 CASES = {
     "full": (True, None, 1, False),
     AHEAD: (True, None, 1, False),
@@ -40,7 +40,7 @@ CASES = {
 
 
 def peak_bytes(reshard: bool, dtype: torch.dtype | None, micro_batches: int, reduce_each: bool, *, ahead: bool) -> int:
-    """The second step's peak over all of the tracker's categories."""
+    """The peak of the second step over all of the tracker's categories."""
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE, attn_implementation="sdpa"))
     settings = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),)), "reshard_after_forward": reshard}
     if dtype is not None:
@@ -60,7 +60,7 @@ def peak_bytes(reshard: bool, dtype: torch.dtype | None, micro_batches: int, red
             for index in range(micro_batches):
                 model.set_requires_gradient_sync(reduce_each or index == micro_batches - 1)
                 model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-                tracker.reset_mod_stats()  # of every module it can follow one pass
+                tracker.reset_mod_stats()  # the tracker can follow only one pass of each module
             optimizer.step()
             optimizer.zero_grad()
         (snapshot,) = tracker.get_tracker_snapshot("peak").values()

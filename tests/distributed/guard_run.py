@@ -1,8 +1,8 @@
-"""Training through poisoned batches with the guard, beside ordinary loops that never saw them.
+"""Training through poisoned batches with the guard, compared with ordinary loops that never see those batches.
 
     accelerate launch --config_file F guard_run.py --output_dir D [--fp16]
 
-Every run is of the same small model over the same rows. Some rows have a loss weight that is not finite, some one
+All runs train the same small model on the same rows. Some rows have a non-finite loss weight, others have one
 that makes a spike. Reports the largest differences of weights, optimizer state and learning rate, as JSON lines.
 """
 
@@ -27,7 +27,7 @@ from accel_scale.training.guard.events import read_events
 from accel_scale.training.guard.verdict import stop_run
 
 NUM_STEPS, MICRO_BATCHES, ROWS, LENGTH, VOCABULARY = 32, 2, 4, 16, 64
-# step → (rank, micro-batch, loss weight): the first step, before spikes are judged, and in a row.
+# step → (rank, micro-batch, loss weight): at the first step, before spikes are judged, and in consecutive steps.
 POISON = {1: (0, 0, math.nan), 4: (1, 1, math.inf), 22: (1, 0, 400.0), 23: (0, 1, math.nan), 30: (0, 1, 400.0)}
 SPIKES = {step for step, (_, _, weight) in POISON.items() if math.isfinite(weight)}
 SETTINGS = {"window": 16, "min_steps": 8}
@@ -83,11 +83,11 @@ def summed_loss(model: Any, batch: dict[str, Any], device: torch.device) -> torc
 
 
 class Training:
-    """A model with optimizer and schedule, prepared again."""
+    """A freshly prepared model with optimizer and schedule."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         accelerator.free_memory()
-        accelerator.scaler = None  # another one for every run
+        accelerator.scaler = None  # a new one for every run
         enable_fp16_on_cpu(accelerator)
         set_seed(1)
         model = LlamaForCausalLM(
@@ -110,7 +110,7 @@ class Training:
         self.model.train()
 
     def ordinary(self, steps: list, lower_after: tuple[int, ...] = ()) -> list[float]:
-        """Accelerate's own way, with a lower learning rate in `LR_STEPS` steps from each of `lower_after` on."""
+        """Train in Accelerate's own way, with a lower learning rate in `LR_STEPS` steps from each of `lower_after`."""
         accelerator, losses = self.accelerator, []
         for number, ranks in enumerate(steps, 1):
             factor = LR_FACTOR if any(first <= number < first + LR_STEPS for first in lower_after) else 1.0
@@ -141,7 +141,7 @@ class Training:
         return losses
 
     def guarded(self, steps: list, guard: Guard, folder: str) -> list[Any]:
-        """The same through `GuardedStep`; stops where the guard says so."""
+        """Train the same way through `GuardedStep`; stops where the guard says so."""
         step = GuardedStep(
             self.accelerator, self.model, self.optimizer, self.scheduler, guard=guard, output_dir=folder
         )
@@ -157,12 +157,12 @@ class Training:
         return outcomes
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What this process holds: its shards of weights and optimizer states, and the learning rate."""
+        """The state that this process holds: its shards of weights and optimizer states, and the learning rate."""
         found = {}
         for name, parameter in self.model.named_parameters():
             found[name] = _local(getattr(parameter, "ds_tensor", parameter))
         inner = self.optimizer.optimizer
-        inner = getattr(inner, "optimizer", inner)  # inside of DeepSpeed's
+        inner = getattr(inner, "optimizer", inner)  # inside DeepSpeed's wrapper
         for index, states in enumerate(inner.state.values()):
             for name, value in states.items():
                 if torch.is_tensor(value):
@@ -193,7 +193,7 @@ def num_tokens(ranks: list) -> int:
 
 
 def largest_difference(accelerator: Accelerator, a: dict, b: dict) -> float:
-    """Over all tensors and processes; not a number if anything is not."""
+    """The largest difference over all tensors and processes; NaN if any is not finite."""
     assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
     mine = max(float((a[name] - b[name]).abs().max()) if a[name].numel() else 0.0 for name in a)
     values = accelerator.gather(torch.tensor([mine], dtype=torch.float64).to(accelerator.device)).tolist()

@@ -1,8 +1,8 @@
-"""Two ranks over gloo of which one stops somewhere; prints what each scenario's ranks said and ended with, as JSON.
+"""Two gloo ranks, one of which stops somewhere; prints the ranks' output and exit statuses per scenario as JSON.
 
     python tests/distributed/hang_run.py
 
-The ranks are forked, train a small model under DDP in a loop with accel-scale's watch, and have 5 s of patience.
+The ranks are forked and train a small model under DDP in a loop with accel-scale's watch and a patience of 5 s.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def free_port() -> int:
 
 
 def sleep_in_data(rank: int, step: int, model: Any) -> None:
-    """Stands for a data loader that never comes back."""
+    """A data loader that never returns."""
     if rank == 1 and step == STOP_AT:
         time.sleep(3600)
 
@@ -44,21 +44,21 @@ def loop_in_backward(rank: int, step: int, model: Any) -> None:
 
 
 def stop_rank_1(rank: int, step: int, model: Any) -> None:
-    """The whole process stands still, its watch too."""
+    """The whole process is stopped, including its watch."""
     if rank == 1 and step == STOP_AT:
-        time.sleep(2.5)  # the last beat tells of this step
+        time.sleep(2.5)  # so that the last beat reports this step
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def stop_rank_0(rank: int, step: int, model: Any) -> None:
-    """The same of the rank that hosts the store."""
+    """The same for the rank that hosts the store."""
     if rank == 0 and step == STOP_AT:
         time.sleep(2.5)
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def nobody(rank: int, step: int, model: Any) -> None:
-    """Slow, but alive: rank 1 takes longer than the patience in all, and less at once."""
+    """Slow but alive: rank 1 exceeds the patience in total, but not at any one time."""
     if rank == 1:
         time.sleep(1.5)
 
@@ -98,20 +98,20 @@ def rank_main(scenario: str, rank: int, port: int) -> None:
 
 
 def child_main(scenario: str, rank: int, port: int, log: str) -> int:
-    """A forked rank, from its first line of output to its exit status."""
+    """Run a forked rank, from its first line of output to its exit status."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
     try:
         rank_main(scenario, rank, port)
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # as the interpreter does
+        sys.excepthook(*sys.exc_info())  # as the interpreter would
         return 1
     return 0
 
 
 def batches_of(scenario: str, rank: int, model: Any, position: dict[str, int]) -> Iterator[Any]:
-    """Random batches; the scenario happens before one is given."""
+    """Random batches; the scenario takes effect before a batch is returned."""
     import torch
     from torch.utils.data import DataLoader, IterableDataset
 
@@ -125,8 +125,8 @@ def batches_of(scenario: str, rank: int, model: Any, position: dict[str, int]) -
 
 
 def main() -> None:
-    """Fork all scenarios at once, wait, kill what is stopped, print."""
-    import torch._dynamo  # before the forks: they share what DDP would import in each of them
+    """Fork all scenarios at once, wait, kill the stopped processes, print."""
+    import torch._dynamo  # before the forks, which then share what DDP would import in each of them
     import torch.distributed
     from torch.nn.parallel import DistributedDataParallel  # noqa: F401
     from torch.optim import SGD  # noqa: F401

@@ -1,6 +1,6 @@
-"""Processes that leave their group right after a collective, on an interpreter that gives way to no thread.
+"""Processes that leave their group right after a collective, with an interpreter that never yields to other threads.
 
-Run by test_leaving.py under torchrun; the argument is ``safely``, or ``at once`` as torch has it.
+Run by test_leaving.py under torchrun; the argument is ``safely``, or ``at once`` as torch does it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from accel_scale.ending.leaving import leave_process_group
 
 def main() -> None:
     dist.init_process_group("gloo")
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # nor a processor to themselves
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # nor does any thread get a processor of its own
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
     model(torch.ones(2, 4)).sum().backward()
-    sys.setswitchinterval(1000)  # threads wait until the interpreter is given away
+    sys.setswitchinterval(1000)  # threads wait until the interpreter is released
     dist.all_gather([torch.empty(4) for _ in range(dist.get_world_size())], torch.ones(4))
     if sys.argv[1] == "safely":
         leave_process_group()

@@ -1,4 +1,4 @@
-"""Two processes: MLPs in tiles under DDP, FSDP2 and ZeRO-3, beside the same without tiles.
+"""Two processes: MLPs in tiles under DDP, FSDP2 and ZeRO-3, compared with the same MLPs without tiles.
 
 Run by test_long_rows.py; prints one JSON line per case on rank 0: how far gradients and weights after a step are from
 those without tiles, and how many collectives of each kind the step took.
@@ -29,7 +29,7 @@ ZERO3 = {
     "train_micro_batch_size_per_gpu": 1,
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
-    # Every weight is partitioned and soon released, as large ones are.
+    # Every weight is partitioned and soon released, as large weights are.
     "zero_optimization": {
         "stage": 3,
         "stage3_param_persistence_threshold": 0,
@@ -40,7 +40,7 @@ ZERO3 = {
 
 
 class Counted(TorchDispatchMode):
-    """Collectives by name."""
+    """Counts collectives by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def zero3_step(method: str, text: str, in_tiles: bool):
     apply_checkpointing(model, policy_of(text, in_tiles), use_reentrant=method == "lora" and text != "none")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(trained, lr=1.0), config=ZERO3)
-    for _ in range(2):  # DeepSpeed learns the order of modules in its first step
+    for _ in range(2):  # DeepSpeed records the order of modules in its first step
         with counted() as counts:
             engine.backward(engine(**batch(dist.get_rank())).loss)
             engine.step()

@@ -1,4 +1,4 @@
-"""Ranks of one server map what the first one has built: what each of them then holds. Prints JSON from rank 0."""
+"""Ranks of one server map the model that the first rank has built; rank 0 prints what each of them holds as JSON."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def config_of(kind: str, fields: dict[str, Any]) -> Any:
 
 
 def once(config: Any, **changes: Any) -> Any:
-    """As the recipe does it, all ranks in one server."""
+    """Build as the recipe does, with all ranks on one server."""
     build = changes.pop("build", lambda: model_from_nothing(config, dtype=torch.float32, attention="sdpa", seed=3))
     settings = {"local_rank": dist.get_rank(), "num_bytes": 4 << 20, "fits_on_each": False, **changes}
     return build_once_per_server(build, lambda: skeleton_of(config, "sdpa"), **settings)
 
 
 def same_as_built_here(kind: str) -> dict[str, Any]:
-    """Every tensor, tie and random number of the mapped model against one that this rank builds."""
+    """Compares every tensor, tie and random number of the mapped model with those of a model that this rank builds."""
     config = config_of(kind, SMALL)
     set_seed(100 + dist.get_rank())
     model = once(config).eval()
@@ -68,16 +68,16 @@ def same_as_built_here(kind: str) -> dict[str, Any]:
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that is no file's."""
+    """Anonymous memory of this process, which belongs to no file."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:")]
     return int(line.split()[1]) * 1024
 
 
 def memory() -> dict[str, float]:
-    """Private memory that the model has cost this rank, ÷ its size; the weights are read once."""
+    """Private memory that the model costs this rank, divided by its size; the weights are read once."""
     config = config_of("llama", LARGE)
     num_bytes = 4 * skeleton_of(config).num_parameters()
-    once(config_of("llama", SMALL))  # imports
+    once(config_of("llama", SMALL))  # to get imports out of the way
     before = anonymous_bytes()
     model = once(config, num_bytes=num_bytes)
     total = sum(float(p.detach().sum()) for p in model.parameters())
@@ -86,7 +86,7 @@ def memory() -> dict[str, float]:
 
 
 def refusals() -> dict[str, str]:
-    """What each rank is told where the disk is full or building fails, and what it does where it has room itself."""
+    """The error on each rank if the disk is full or building fails, and the outcome where it has room itself."""
     config, said = config_of("llama", SMALL), {}
 
     def fail() -> Any:

@@ -25,7 +25,7 @@ from accel_scale.training.resilience.memory_recovery import MemoryRecovery
 
 VOCAB, NUM_LAYERS, NUM_STEPS, NUM_BATCHES, ROWS = 64, 3, 3, 2, 4
 MODELS = {"untied": {}, "tied": {"tied": True}, "checkpointing": {"checkpointing": True}, "lora": {"lora": True}}
-# Model, place, micro-batch of the step (gradients are reduced in the last, 1), rank that fails.
+# Model, place, micro-batch of the step (gradients are reduced in the last one, 1), rank that fails.
 CASES = (
     ("untied", "forward", 0, 1),
     ("untied", "forward", 1, 0),
@@ -87,7 +87,7 @@ class Fault:
         self.forward, mlp.forward = mlp.forward, self.in_layer
 
     def begin(self, part: dict, step: int) -> None:
-        """Call before each pass."""
+        """Must be called before each pass."""
         self.is_armed = step == 1 and len(part["input_ids"]) == ROWS and self.count == self.index
         self.count += 1
         if self.is_armed and self.place == "before":
@@ -108,7 +108,7 @@ def raise_out_of_memory(*unused) -> None:
 
 
 def train(accelerator, options, rows_of, *, fault: tuple[str, int, int] | None = None):
-    """Final trained weights by name, the losses of the steps, and the lines that were said."""
+    """Final trained weights by name, the losses of the steps, and the lines of output."""
     import accel_scale.optimization.fast_loss as loss_module
 
     model = build(**options)
@@ -162,7 +162,7 @@ def train(accelerator, options, rows_of, *, fault: tuple[str, int, int] | None =
 
 def main() -> None:
     enable_rehearsal_if_needed()
-    gc.freeze()  # recovery collects garbage; what the libraries allocated at import need not be looked at
+    gc.freeze()  # recovery collects garbage, and need not look at what the libraries allocated at import
     accelerator = Accelerator()
     rank = accelerator.process_index
     references = {

@@ -1,8 +1,8 @@
-"""A recipe on a card that is too small for one rank: it runs out of memory in passes of too many tokens.
+"""A recipe on a card that is too small for one rank, which runs out of memory in passes with too many tokens.
 
     accelerate launch --config_file F memory_recovery_run.py PLACE RANK MAX_TOKENS RECIPE [its flags]
 
-PLACE is where: forward or backward of the second layer, the optimizer's step, or none.
+PLACE is the forward or backward pass of the second layer, the optimizer's step, or none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 def plant(place: str, rank: int, max_tokens: int) -> None:
-    """Let the second decoder layer of rank `rank` fail at `place` in passes of more than `max_tokens`."""
+    """Make the second decoder layer of rank `rank` fail at `place` in passes of more than `max_tokens`."""
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     if int(os.environ.get("RANK", "0")) != rank or place == "none":

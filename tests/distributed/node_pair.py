@@ -1,4 +1,4 @@
-"""Two nodes of one process each on this machine, as two agents that meet over loopback, and ways to hurt them.
+"""Two nodes of one process each on this machine, run by two agents that meet over loopback, and ways to hurt them.
 
 Each agent is an `accelerate launch` of a launch file for several nodes, with the elastic rendezvous that
 `accel-scale launch-script` writes. Used by test_two_nodes.py and benchmarks/two_nodes.py.
@@ -27,7 +27,7 @@ from accel_scale.cluster.job import AGENT_ENVIRONMENT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LAUNCH_FILES = {"ddp": "ddp_multinode", "fsdp2": "fsdp2_multinode", "zero3": "zero3_multinode"}
-# What must be the same in a run that was disturbed.
+# Figures that must be the same in a run that was disturbed.
 COMPARED = ("loss", "grad_norm", "learning_rate", "tokens", "rows", "eval_loss")
 CONFIG = {
     "model_type": "llama", "vocab_size": 258, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -43,7 +43,7 @@ class TwoNodes:
     Attributes:
         strategy: A key of `LAUNCH_FILES`.
         folder: Holds the run's ``out`` and each node's log.
-        inputs: As `make_inputs` made it.
+        inputs: The folder that `make_inputs` wrote.
         extra: Further flags of the recipe.
     """
 
@@ -62,7 +62,7 @@ class TwoNodes:
         return self.folder / "out"
 
     def command(self, node: int) -> list[str]:
-        """What one node runs."""
+        """The command line of one node."""
         launch = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no"]
         launch += ["--config_file", str(REPOSITORY / "accelerate_configs" / f"{LAUNCH_FILES[self.strategy]}.yaml")]
         launch += ["--num_machines", "2", "--num_processes", "2", "--machine_rank", str(node)]
@@ -80,7 +80,7 @@ class TwoNodes:
         return [*launch, str(REPOSITORY / "recipes" / "pretrain.py"), *words, *self.extra]
 
     def start(self, *nodes: int) -> None:
-        """Start the agents of `nodes`; again, if they were killed."""
+        """Start the agents of `nodes`, or restart them if they were killed."""
         self.folder.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **AGENT_ENVIRONMENT, "HF_HUB_OFFLINE": "1"}
         for node in nodes:
@@ -95,20 +95,20 @@ class TwoNodes:
                 )
 
     def log(self, node: int) -> Path:
-        """What the agent of `node` and its worker printed, over all its lives."""
+        """Log file of the agent of `node` and its worker, over all their lives."""
         return self.folder / f"node_{node}.log"
 
     def family(self, node: int) -> list[psutil.Process]:
-        """The agent, then its worker and everything below."""
+        """The agent, then its worker and all further descendants."""
         agent = psutil.Process(self.agents[node].pid)
         return [agent, *agent.children(recursive=True)]
 
     def worker(self, node: int) -> psutil.Process:
-        """The one rank of `node`."""
+        """The only rank of `node`."""
         return psutil.Process(self.agents[node].pid).children()[0]
 
     def kill_node(self, node: int) -> None:
-        """SIGKILL to everything on `node` at once, as when its power fails: nobody there notices the others' end."""
+        """Kill everything on `node` at once, as in a power failure: no process there notices the end of the others."""
         family = self.family(node)
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for member in family:
@@ -118,14 +118,14 @@ class TwoNodes:
         psutil.wait_procs(family, timeout=10)
 
     def kill_worker(self, node: int) -> None:
-        """SIGKILL to the rank of `node`; its agent lives."""
+        """Kill the rank of `node`; its agent stays alive."""
         self.worker(node).kill()
 
     def wait_for_step(self, step: int, *, timeout_seconds: float = 600.0) -> int:
-        """Wait until `step` has been logged; the last step that is there by then.
+        """Wait until `step` has been logged; returns the last step logged by then.
 
         Raises:
-            RuntimeError: if an agent ends before, or it takes too long.
+            RuntimeError: if an agent ends before that, or it takes too long.
         """
         deadline = time.monotonic() + timeout_seconds
         while time.monotonic() < deadline:
@@ -137,7 +137,7 @@ class TwoNodes:
         raise RuntimeError(f"step {step} was not reached\n{self.tail()}")
 
     def wait(self, *nodes: int, timeout_seconds: float = 900.0) -> list[int]:
-        """Exit statuses of the agents of `nodes` (default: both)."""
+        """Wait for the agents of `nodes` (default: both); returns their exit statuses."""
         deadline = time.monotonic() + timeout_seconds
         try:
             return [self.agents[n].wait(max(1.0, deadline - time.monotonic())) for n in nodes or sorted(self.agents)]
@@ -145,12 +145,12 @@ class TwoNodes:
             raise RuntimeError(f"no end after {timeout_seconds:.0f} s\n{self.tail()}") from None
 
     def last_step(self) -> int:
-        """The last step of ``metrics.jsonl``, 0 before it exists."""
+        """The last step in ``metrics.jsonl``, or 0 before the file exists."""
         lines = metrics(self.out)
         return int(lines[-1]["step"]) if lines else 0
 
     def resumed_steps(self) -> list[int]:
-        """The steps from which the run was resumed, each time it was."""
+        """The steps from which the run was resumed, one for each time."""
         text = "".join(self.log(node).read_text(errors="replace") for node in sorted(self.agents))
         return [int(step) for step in _RESUMED.findall(text)]
 
@@ -162,7 +162,7 @@ class TwoNodes:
         )
 
     def close(self) -> None:
-        """No process of the run outlives this."""
+        """End all processes of the run."""
         for node, agent in self.agents.items():
             if agent.poll() is None:
                 self.kill_node(node)
@@ -170,7 +170,7 @@ class TwoNodes:
 
 @contextlib.contextmanager
 def two_nodes(*args: Any, **kwargs: Any) -> Iterator[TwoNodes]:
-    """A `TwoNodes` of which nothing is left afterwards."""
+    """A `TwoNodes` whose processes are all ended afterwards."""
     nodes = TwoNodes(*args, **kwargs)
     try:
         yield nodes
@@ -179,7 +179,7 @@ def two_nodes(*args: Any, **kwargs: Any) -> Iterator[TwoNodes]:
 
 
 def make_inputs(folder: Path) -> Path:
-    """A text of some thousand documents, and the model's shape."""
+    """Write a text of 2,000 documents and the model's configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = random.Random(0)
     words = ["one", "two", "river", "stone", "walks", "sings", "and", "the", "blue", "runs", "over"]
@@ -192,7 +192,7 @@ def make_inputs(folder: Path) -> Path:
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    """What was logged, without what depends on the clock."""
+    """The logged figures, without those that depend on the clock."""
     from accel_scale.reporting.metrics_log import read_metrics
 
     lines = read_metrics(out / "metrics.jsonl")
@@ -200,7 +200,7 @@ def metrics(out: Path) -> list[dict[str, Any]]:
 
 
 def differences(reference: Path, other: Path) -> list[str]:
-    """Where two runs' logs and final weights differ, in any bit."""
+    """Bitwise differences between the logs and final weights of two runs."""
     from safetensors.torch import load_file
 
     first, second = metrics(reference), metrics(other)

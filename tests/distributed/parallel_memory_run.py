@@ -1,4 +1,4 @@
-"""What ranks that share a model hold: parameters and peak memory of a step, one JSON line for each rank and case.
+"""Parameters and peak memory of a step on ranks that share a model, one JSON line for each rank and case.
 
 Run by test_parallel_memory.py under torchrun: ``parallel_memory_run.py OUTPUT CASE …``, a case being the sizes of a
 `ParallelLayout` and how it is trained, such as ``pp=2,micro_batches=4,precision=bf16``.
@@ -42,13 +42,13 @@ ROWS, LENGTH = 2, 256
 
 
 def parse(case: str) -> dict[str, Any]:
-    """``tp=2,checkpointing=full`` as a dictionary."""
+    """Parse ``tp=2,checkpointing=full`` into a dictionary."""
     pairs = (item.split("=") for item in case.split(","))
     return {name: int(value) if value.isdecimal() else value for name, value in pairs}
 
 
 def micro_batch(index: int) -> dict[str, torch.Tensor]:
-    """Rows of one document each."""
+    """Rows with one document each."""
     generator = torch.Generator().manual_seed(index)
     tokens = torch.randint(0, SHAPE["vocab_size"], (ROWS, LENGTH), generator=generator)
     positions = torch.arange(LENGTH).expand(ROWS, -1).contiguous()
@@ -84,7 +84,7 @@ def shared_model(settings: dict[str, Any]) -> tuple[ModelParallel, Any]:
 
 
 def passes(shared: ModelParallel, autocast: Any, num_micro_batches: int, tracker: Any = None) -> None:
-    """Forward and backward of one step."""
+    """Forward and backward passes of one step."""
     batches = [shared.local(micro_batch(index)) for index in range(num_micro_batches)]
     if shared.pipeline is not None:
         shared.pipeline.forward_backward(batches, 1000)
@@ -99,7 +99,7 @@ def passes(shared: ModelParallel, autocast: Any, num_micro_batches: int, tracker
 
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
-    """Parameters of this rank, and the highest number of bytes in a step that finds the optimizer's states."""
+    """Parameters of this rank, and the peak bytes of a step that starts with the optimizer's states in place."""
     shared, autocast = shared_model(settings)
     parameters = [parameter for part in shared.parts for parameter in part.parameters()]
     held = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
@@ -110,7 +110,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     optimizer.zero_grad()
     gc.collect()
     found = {"parameters": sum(tensor.numel() for tensor in held)}
-    # FSDP resizes storages behind the dispatcher's back; torch's tracker knows.
+    # FSDP resizes storages without going through the dispatcher; torch's tracker accounts for that.
     if shared.layout.gradient_ranks > 1:
         tracker: Any = FSDPMemTracker(shared.parts[0], optimizer)
         with tracker:

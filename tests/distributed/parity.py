@@ -1,8 +1,8 @@
 """Run the SFT recipe under every launch file and method with the same data, and compare losses and final weights.
 
-Every launch is a real `accelerate launch` of the unmodified launch file on CPU processes. Overridden are only the
-precision (fp32, so that what is left is the order of additions), where ZeRO-Infinity puts its files and, for several
-nodes, the number of processes and the addresses. The reference is DDP, which itself is compared with one process at
+Every launch is a real `accelerate launch` of the unmodified launch file on CPU processes. The only overrides are
+precision (fp32, so that only the order of additions differs), ZeRO-Infinity's folder and, for files of several
+nodes, the number of processes and the addresses. The reference is DDP, which is itself compared with one process at
 the same global batch.
 """
 
@@ -33,33 +33,33 @@ METHODS = ("full", "lora", "qlora")
 REFERENCE, SINGLE = "ddp", "cpu"
 TOLERANCE = 1e-4
 NUM_STEPS, GLOBAL_BATCH_SIZE = 4, 4
-# More than four steps take, so that no run comes to the end of the data, where ranks repeat rows to stay in step.
+# More rows than four steps need, so that no run reaches the end of the data, where ranks repeat rows to stay in step.
 NUM_ROWS = 48
-# Files that run as one process on a CPU and so have nothing to compare.
+# Files that run as one process on a CPU and so leave nothing to compare.
 SINGLE_PROCESS_FILES = {
     "cpu": "the single process that DDP is compared with",
     "single_gpu": "that process on a GPU, held to the CPU's losses there by `benchmarks/gpu_check.py`",
 }
-# Files of recipes/pretrain.py, which the SFT recipe refuses → their layout in benchmarks/model_parallel_parity.py.
-# test_model_parallel_recipe.py runs that.
+# Files for recipes/pretrain.py, which the SFT recipe refuses → their layout in benchmarks/model_parallel_parity.py,
+# which test_model_parallel_recipe.py runs.
 MODEL_PARALLEL_FILES = {
     "tp": "tp2",
     "pp": "pp2",
     "3d": "pp2 x tp2 x fsdp2",
     "fsdp2_tp": "fsdp2 x tp2",
 }
-# What is exact whatever the launch is switched on in some: layers recomputed together, where they lie whole.
+# Options that are exact under any launch, switched on in some: segment checkpointing, where layers are whole.
 EXACT_FLAGS = {
     "zero1": ["--checkpointing_policy", "segments"],
     "zero2": ["--checkpointing_policy", "segments_3"],
 }
-# The same of the launcher's: weights gathered ahead.
+# The same for the launcher's options: weights gathered ahead.
 EXACT_LAUNCH = {"fsdp2_hybrid": ["--fsdp_forward_prefetch", "true"]}
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one run left behind: its losses and the weights it saved, by name."""
+    """The outcome of one run: its losses and the weights it saved, by name."""
 
     losses: list[float]
     weights: dict[str, torch.Tensor]
@@ -79,17 +79,17 @@ class Difference:
 
 
 class RunFailed(RuntimeError):
-    """A launch that ended with an error, with what its processes said went wrong."""
+    """A launch that failed, with the errors that its processes reported."""
 
 
 def launch_names() -> list[str]:
-    """Every launch file that starts more than one process of the SFT recipe, by name."""
+    """Names of the launch files that start more than one process of the SFT recipe."""
     others = SINGLE_PROCESS_FILES.keys() | MODEL_PARALLEL_FILES.keys()
     return sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem not in others)
 
 
 def compare(result: Result, reference: Result) -> Difference:
-    """Relative differences of `result` against `reference`; refuses runs that are not about the same tensors."""
+    """Relative differences of `result` from `reference`; refuses runs with different tensors."""
     assert result.weights.keys() == reference.weights.keys(), sorted(result.weights.keys() ^ reference.weights.keys())
     assert len(result.losses) == len(reference.losses) == NUM_STEPS
     losses = zip(result.losses, reference.losses, strict=True)
@@ -107,10 +107,10 @@ def _relative_norm(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @functools.cache
 def results(name: str) -> dict[str, Result]:
-    """One launch of the launch file `name`: what every method gave, by method.
+    """Results of one launch of the launch file `name`, by method.
 
     Raises:
-        RunFailed: some method failed; the message holds the end of its log.
+        RunFailed: if a method failed; the message holds the end of its log.
     """
     with tempfile.TemporaryDirectory(prefix=f"parity-{name}-") as folder:
         extra = EXACT_FLAGS.get(name, [])
@@ -120,7 +120,7 @@ def results(name: str) -> dict[str, Result]:
 
 @functools.cache
 def wrong_batch_difference() -> Difference:
-    """How far DDP is from itself at half the global batch, the classic mistake of a wrong accumulation."""
+    """Difference between DDP and itself at half the global batch, the classic mistake of a wrong accumulation."""
     with tempfile.TemporaryDirectory(prefix="parity-wrong-") as folder:
         flags = recipe_flags("lora", Path(folder), global_batch_size=GLOBAL_BATCH_SIZE // 2)
         wrong = run_launch(REFERENCE, {"lora": flags}, Path(folder))["lora"]
@@ -128,7 +128,7 @@ def wrong_batch_difference() -> Difference:
 
 
 def recipe_flags(method: str, folder: Path, *, global_batch_size: int = GLOBAL_BATCH_SIZE) -> list[str]:
-    """The recipe's flags of one run: fp32, no dropout, a learning rate that moves the weights by percents."""
+    """The recipe's flags for one run: fp32, no dropout, a learning rate that moves the weights by a few percent."""
     rows = folder / "rows.jsonl"
     if not rows.exists():
         with (SHARED_DATA / "gsm8k" / "train.jsonl").open() as lines:
@@ -145,7 +145,7 @@ def recipe_flags(method: str, folder: Path, *, global_batch_size: int = GLOBAL_B
 
 
 def pretrain_flags(model: Path, folder: Path) -> list[str]:
-    """The flags of recipes/pretrain.py for a run like those of `recipe_flags`."""
+    """The flags of recipes/pretrain.py for a run like that of `recipe_flags`."""
     texts = folder / "texts.jsonl"
     with (SHARED_DATA / "gsm8k" / "train.jsonl").open() as lines:
         rows = [json.loads(next(lines)) for _ in range(NUM_ROWS)]
@@ -161,7 +161,7 @@ def pretrain_flags(model: Path, folder: Path) -> list[str]:
 def run_launch(name: str, flags_by_run: dict[str, list[str]], folder: Path) -> dict[str, Result]:
     """Launch `name` once and run the recipe once per entry of `flags_by_run`, one after the other.
 
-    The recipe is sft.py, and pretrain.py where the flags are `pretrain_flags`.
+    The recipe is pretrain.py if the flags come from `pretrain_flags`, otherwise sft.py.
     """
     runs = [
         {
@@ -180,7 +180,7 @@ def run_launch(name: str, flags_by_run: dict[str, list[str]], folder: Path) -> d
 
 
 def launch_commands(name: str, folder: Path) -> list[list[str]]:
-    """The `accelerate launch` commands of a launch file: one, or one per node where it is for several."""
+    """The `accelerate launch` commands of a launch file: one, or one per node if the file is for several nodes."""
     path = CONFIGS / f"{name}.yaml"
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path)]
     launch_file = read_launch_file(path)
@@ -196,7 +196,7 @@ def launch_commands(name: str, folder: Path) -> list[list[str]]:
 
 
 def _run_all(commands: list[list[str]], folder: Path, *, timeout_seconds: float = 540.0) -> None:
-    """Start `commands` together and wait for all; none of them, nor their children, outlives this call."""
+    """Start `commands` together and wait for all of them; neither they nor their children outlive this call."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     log = folder / "launch.log"
     with log.open("wb") as output:
@@ -217,7 +217,7 @@ def _run_all(commands: list[list[str]], folder: Path, *, timeout_seconds: float 
 
 
 def _last_lines(folder: Path) -> str:
-    """What each process of each run said last, errors first where there are any."""
+    """The last lines of each process of each run, errors first if there are any."""
     logs = sorted(path for path in folder.glob("*.log.[0-9]") if path.stat().st_size) or [folder / "launch.log"]
     return "\n".join(f"{path.name}: {line}" for path in logs for line in error_lines(path.read_text(errors="replace")))
 

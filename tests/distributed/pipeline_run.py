@@ -1,4 +1,4 @@
-"""Four processes: pipelines of four and of two stages, beside one process that trains the same model.
+"""Four processes: pipelines of four and of two stages, compared with one process that trains the same model.
 
 Run by test_pipeline.py; rank 0 prints one JSON line per case.
 """
@@ -67,12 +67,12 @@ def build(name: str, attention: str = "sdpa", **changes: Any) -> Any:
 
 
 def step_rows(step: int, share: int) -> list[dict[str, torch.Tensor]]:
-    """Micro-batches of packed rows whose documents end, and labels begin, where no other's do."""
+    """Micro-batches of packed rows; each has its own places where documents end and labels begin."""
     generator = torch.Generator().manual_seed(1000 * share + step)
     batches = []
     for index in range(MICRO_BATCHES):
         start, stride = torch.randint(0, VOCAB, (2, ROWS, 1), generator=generator)
-        ids = 3 + (start + (1 + stride % 2) * torch.arange(LENGTH)) % (VOCAB - 3)  # something to learn
+        ids = 3 + (start + (1 + stride % 2) * torch.arange(LENGTH)) % (VOCAB - 3)  # a pattern that can be learnt
         labels = ids.clone()
         labels[:, : 3 + index] = -100
         cut = 5 + index
@@ -86,12 +86,12 @@ def count(batches: list[dict[str, torch.Tensor]]) -> int:
 
 
 def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    # Keys' biases have gradients of nothing but rounding errors, which a smaller epsilon makes whole steps of.
+    # Gradients of keys' biases are nothing but rounding errors, which a smaller epsilon would turn into whole steps.
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-5, weight_decay=0.1)
 
 
 def train_alone(model: Any, shares: int, autocast: Any) -> tuple[list[float], float]:
-    """One process, the rows of all data-parallel ranks; losses of the steps, and of a held-out batch afterwards."""
+    """Train in one process on the rows of all data-parallel ranks; losses of the steps and of a held-out batch."""
     add_fast_lm_head(model)
     optimizer = make_optimizer(model.parameters())
     losses = []
@@ -111,7 +111,7 @@ def train_alone(model: Any, shares: int, autocast: Any) -> tuple[list[float], fl
 
 
 def train_staged(pipeline: Pipeline, share: int, shares: int) -> tuple[list[float], float]:
-    """The same on this rank's stages; losses on the last stage's ranks."""
+    """Train the same on this rank's stages; losses only on the last stage's ranks."""
     optimizer = make_optimizer([p for part in pipeline.parts for p in part.parameters()])
     losses = []
     for step in range(STEPS):
@@ -140,13 +140,13 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train one model both ways, save it, load it, and say how far apart they are."""
+    """Train one model both ways, save it, load it, and report the differences."""
     name, pp = case["model"], case.get("pp", 4)
     settings = PipelineSettings(case.get("schedule", "1f1b"), case.get("stages_per_rank", 1))
     wrapping, shares = case.get("wrap", ""), 2 if case.get("wrap") else 1
     autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16, enabled=case.get("bf16", False))
     options = {"attention": case.get("attention", "sdpa"), **case.get("changes", {})}
-    # Unwrapped, the pipelines beside each other train alike.
+    # Without a wrapper, pipelines side by side train alike.
     layout = ParallelLayout(pp=pp, dp_replicate=dist.get_world_size() // pp)
     mesh = build_mesh(layout, "cpu")
     pp_rank, share, group = mesh.get_local_rank("pp"), mesh.get_local_rank("dp_replicate"), mesh.get_group("pp")
@@ -189,11 +189,11 @@ def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
 def compare(
     case: dict[str, Any], alone: Any, reports: list[Any], losses: list[float], evaluation: float, folder: Path
 ) -> dict[str, Any]:
-    """Rank 0's conclusions."""
+    """The comparison that rank 0 makes."""
     copies = case.get("pp", 4)
     replicas = dist.get_world_size() // copies
     shares = 2 if case.get("wrap") else 1
-    # Of every data-parallel rank the last stage's; a loss counts the tokens of its own rows.
+    # The last stage's report of every data-parallel rank; a loss counts the tokens of its own rows.
     last = reports[-replicas:]
     found = [sum(report["losses"][step] for report in last[:shares]) for step in range(STEPS)]
     owned = sorted(key for report in reports[::replicas] for key in report["owned"])
@@ -238,7 +238,7 @@ CASES = [
 
 def main() -> None:
     torch.set_num_threads(1)
-    PartialState(cpu=True)  # as every recipe has one: saving waits for all processes by it
+    PartialState(cpu=True)  # as in every recipe: saving waits for all processes through it
     chosen = sys.argv[1:]
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)

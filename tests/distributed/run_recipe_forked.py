@@ -3,9 +3,9 @@
     accelerate launch --config_file F tests/distributed/run_recipe_forked.py runs.json
 
 ``runs.json`` lists ``{"recipe", "argv", "log"}``. Every child is a whole, fresh run of the recipe as ``__main__``,
-with the launch's environment and a rendezvous of its own; imports, most of a small run's time, are paid once. Children
-write to ``log`` with their rank appended. The exit status is that of the first run that failed. A rank that fails does
-not leave the others waiting for it: they are ended.
+with the launch's environment and its own rendezvous; imports, most of a small run's time, are paid once. Children
+write to ``log`` with their rank appended. The exit status is that of the first run that failed. If a rank fails, the
+other ranks are ended instead of waiting for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-# How long the other ranks have to fail by themselves once one has.
+# Time for the other ranks to fail by themselves once one has failed.
 GRACE_SECONDS = 90.0
 
 
@@ -30,7 +30,7 @@ def main() -> int:
     runs = json.loads(Path(sys.argv[1]).read_text())
     preload()
     gc.collect()
-    gc.freeze()  # else every child looks at, and copies, what the libraries allocated
+    gc.freeze()  # otherwise every child looks at, and copies, what the libraries allocated
     worst = 0
     for run in runs:
         child = os.fork()
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def status_of(child: int, log: Path) -> int:
-    """The exit status of this rank's process, which is ended where another rank has failed and it goes on."""
+    """The exit status of this rank's process, which is ended if another rank has failed and it keeps running."""
     failed, deadline = log.with_suffix(".failed"), None
     while True:
         pid, code = os.waitpid(child, os.WNOHANG)
@@ -60,16 +60,16 @@ def status_of(child: int, log: Path) -> int:
 
 
 def own_rendezvous(log: Path) -> Any:
-    """Give the ranks of a run a store of their own; what is returned keeps it, on rank 0.
+    """Give the ranks of a run their own store; the return value keeps it open, on rank 0.
 
-    The launcher's store remembers the run before, and a port that is chosen ahead may be somebody else's by the time
-    it is used: rank 0 would fail and the others wait. So rank 0 opens the store here, on any free port, and tells the
+    The launcher's store remembers the previous run, and a port chosen in advance may be taken by the time it is
+    used: rank 0 would fail and the others would wait. So rank 0 opens the store here, on any free port, and tells the
     others where; in this process `init_process_group` finds it open.
     """
     from torch.distributed import TCPStore
 
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    launch = os.environ.get("MASTER_PORT", "0")  # no other launch's file is read
+    launch = os.environ.get("MASTER_PORT", "0")  # so that no other launch's file is read
     store, told = None, log.with_name(f"{log.name}.{launch}.port")
     if os.environ.get("RANK", "0") == "0":
         store = TCPStore(os.environ["MASTER_ADDR"], 0, is_master=True, multi_tenant=True, wait_for_workers=False)
@@ -83,7 +83,7 @@ def own_rendezvous(log: Path) -> Any:
 
 
 def preload() -> None:
-    """What every run imports anyway; nothing here looks at the launch or starts a thread pool."""
+    """Import what every run imports anyway; nothing here reads the launch or starts a thread pool."""
     from accel_scale.quiet import quiet_imports
 
     quiet_imports()
@@ -94,7 +94,7 @@ def preload() -> None:
     from transformers import LlamaForCausalLM  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    get_checkpoint_conversion_mapping("llama")  # compiles a thousand expressions once
+    get_checkpoint_conversion_mapping("llama")  # compiles a thousand expressions, once for all runs
     asked = os.environ.get("DS_ACCELERATOR")
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed  # noqa: F401  (Accelerate imports it in every run)

@@ -30,7 +30,7 @@ class SavingTrainer(AtomicSavingMixin, Trainer):
 
 
 def build(base: str, method: str):
-    """The model of `method`: 4-bit where it says so, adapters with a whole trained norm beside them."""
+    """The model of `method`: whole, with adapters, or with adapters on a 4-bit base."""
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
     settings = {}
@@ -52,7 +52,7 @@ def build(base: str, method: str):
 
 
 def trainer(args: argparse.Namespace, tokenizer, **overrides) -> SavingTrainer:
-    """Four steps at a global batch of four, a checkpoint at every second."""
+    """A trainer for four steps at a global batch of four, with a checkpoint every two steps."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     settings = {
         "per_device_train_batch_size": 4 // world_size,
@@ -76,7 +76,7 @@ def trainer(args: argparse.Namespace, tokenizer, **overrides) -> SavingTrainer:
 
 
 def corrupted_is_caught(run: SavingTrainer, folder: Path) -> str:
-    """Flip a bit of a copy of `folder`'s weights and verify it; returns the message, raised on every rank."""
+    """Flip a bit in a copy of `folder`'s weights and verify the copy; returns the message, raised on every rank."""
     if not any([*folder.glob("*model.safetensors"), *folder.glob("pytorch_model_fsdp_0")]):
         return "nothing but DeepSpeed's own shards"
     copy = folder.parent / "copy"
@@ -101,7 +101,7 @@ def corrupted_is_caught(run: SavingTrainer, folder: Path) -> str:
 
 def _inside_a_weight(run: SavingTrainer, path: Path, content: bytearray) -> int:
     if path.suffix == ".safetensors":
-        return len(content) - 1  # weights reach to the end
+        return len(content) - 1  # weights extend to the end
     parameter = next(p for p in run.model.parameters() if p.requires_grad)
     start = content.find(parameter.detach().to_local().numpy().tobytes()[:64])
     assert start > 0
@@ -122,7 +122,7 @@ def main() -> None:
     report = {"checkpoint": dataclasses.asdict(first.first_verification)}
     report["last"] = dataclasses.asdict(verify_checkpoint(first.model, folder / "checkpoint-4"))
     report["corrupted"] = corrupted_is_caught(first, folder / "checkpoint-4")
-    if first.args.should_save:  # a kill in the middle of saving the last checkpoint
+    if first.args.should_save:  # as after a kill while the last checkpoint was being saved
         shutil.rmtree(folder / "checkpoint-4")
         (folder / ".partial" / "checkpoint-4").mkdir(parents=True)
     wait_for_everyone()

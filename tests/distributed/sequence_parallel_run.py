@@ -1,4 +1,4 @@
-"""Processes that share each row, beside one process that has it whole: losses, weights, isolation, memory.
+"""Processes that share each row, compared with one process that has it whole: losses, weights, isolation, memory.
 
 Run by test_sequence_parallel.py under torchrun; rank 0 prints one JSON line per case. The argument is ``pair`` (two
 processes) or ``sharded`` (four: with weights sharded, tensor parallelism, a pipeline).
@@ -80,7 +80,7 @@ def build(kind: str, attention: str, policy: str = "none") -> Any:
     register_packed_attention()
     config = CONFIG_MAPPING[kind](**FIELDS[kind])
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
-    with torch.no_grad():  # norms at 1 and biases at 0 would hide a gradient that goes wrong
+    with torch.no_grad():  # norms of 1 and biases of 0 would hide a wrong gradient
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     add_fast_lm_head(model)
@@ -89,7 +89,7 @@ def build(kind: str, attention: str, policy: str = "none") -> Any:
 
 
 def rows(step: int, *, packed: bool, num_rows: int = 2, length: int = LENGTH) -> dict[str, torch.Tensor]:
-    """Rows whose documents, and the labels left out, differ; documents cross every cut into two."""
+    """Rows that differ in their documents and unlabelled parts; documents cross every cut into two."""
     generator = torch.Generator().manual_seed(100 + step)
     ids = torch.randint(1, VOCAB, (num_rows, length), generator=generator)
     labels = ids.clone()
@@ -110,7 +110,7 @@ def autocast(wanted: bool) -> Any:
 
 
 def train(model: Any, batches: list[Any], totals: list[Any], group: Any, *, bf16: bool, factor: float = 1.0) -> Any:
-    """(losses, whole weights) after AdamW steps; sums losses and, where weights are whole, gradients over `group`."""
+    """Train with AdamW; returns (losses, whole weights). Sums losses and, for whole weights, gradients in `group`."""
     # Some gradients are zero but for rounding (GPT-2's key biases): a larger epsilon keeps Adam from scaling that up.
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, eps=1e-6)
     losses = []
@@ -158,7 +158,7 @@ def parity(name: str, group: Any) -> dict[str, Any]:
 
 
 def refusal(group: Any) -> dict[str, list[bool]]:
-    """Which ranks refuse a model whose last rank computes something else on its part of a row."""
+    """Which ranks refuse a model whose last rank computes something different on its part of a row."""
     model = build("llama", "sdpa").eval()
     enable_ulysses(model, group)
     is_last = group.rank() == group.size() - 1
@@ -179,7 +179,7 @@ def refusal(group: Any) -> dict[str, list[bool]]:
 
 
 def isolation(group: Any) -> dict[str, float]:
-    """Loss of the document that crosses the cut: what changes it, and what does not."""
+    """Loss of the document that crosses the cut: which changes affect it, and which do not."""
     rank, size = group.rank(), group.size()
     model = build("llama", "sdpa_packed").eval()
     enable_ulysses(model, group)
@@ -203,7 +203,7 @@ def isolation(group: Any) -> dict[str, float]:
 
     with torch.no_grad(), uncut_rows():
         whole = language_model_loss(model, batch, 1).item()
-    # What a cut without the shift would lose: each part shifts its own labels.
+    # What a cut without the shift would lose: each part would shift only its own labels.
     mine = slice(rank * LENGTH // size, (rank + 1) * LENGTH // size)
     unshifted = batch["labels"][:, mine]
     unshifted = torch.nn.functional.pad(unshifted[:, 1:], (0, 1), value=-100)
@@ -222,7 +222,7 @@ def isolation(group: Any) -> dict[str, float]:
 
 
 def generation(group: Any) -> dict[str, Any]:
-    """Generating takes whole rows on each rank, as before."""
+    """Generation uses whole rows on each rank, as before."""
     model = build("llama", "sdpa_packed").eval()
     prompt = rows(0, packed=False)["input_ids"][:, :12]
     keywords = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
@@ -233,7 +233,7 @@ def generation(group: Any) -> dict[str, Any]:
 
 
 def memory(group: Any) -> dict[str, Any]:
-    """Bytes that a forward pass leaves for the backward pass, and the most there are, with the row cut and whole."""
+    """Bytes that a forward pass keeps for the backward pass, and the peak, with the row cut and whole."""
     batch = rows(0, packed=True, num_rows=1, length=1024)
     found = {}
     for size in (1, group.size()):
@@ -251,7 +251,7 @@ def memory(group: Any) -> dict[str, Any]:
 
 
 class Exchanges(TorchDispatchMode):
-    """Counts all-to-alls and the bytes that this rank gives them."""
+    """Counts all-to-alls and the bytes that this rank passes to them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ def exchanges(name: str, group: Any) -> dict[str, Any]:
 
 
 def sharded(layout: ParallelLayout, kind: str, attention: str) -> dict[str, Any]:
-    """Weights sharded by FSDP2, which averages gradients over `mesh["grad"]`, and by tensor parallelism."""
+    """Train with weights sharded by FSDP2, which averages gradients over `mesh["grad"]`, and by tensor parallelism."""
     mesh = build_mesh(layout, "cpu")
     rank = dist.get_rank()
     place, data_rank = layout.coordinate(rank), layout.data_rank(rank)
@@ -300,7 +300,7 @@ def sharded(layout: ParallelLayout, kind: str, attention: str) -> dict[str, Any]
 
 
 def piped(layout: ParallelLayout) -> dict[str, Any]:
-    """Stages of rows that are cut; losses only, since no rank has all weights."""
+    """Train pipeline stages on rows that are cut; compares losses only, since no rank has all weights."""
     mesh = build_mesh(layout, "cpu")
     place = layout.coordinate(dist.get_rank())
     batches = [rows(step % 2, packed=True) for step in range(STEPS)]

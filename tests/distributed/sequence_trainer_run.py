@@ -1,6 +1,6 @@
-"""A trainer of one's own from accel-scale's mixins and TRL's, as docs/model-parallelism.md shows it.
+"""A custom trainer made of accel-scale's mixins and TRL's trainer, as in docs/model-parallelism.md.
 
-Run by test_sft_sequence_parallel.py under torchrun on four processes; rank 0 prints what they trained with parts of
+Run by test_sft_sequence_parallel.py under torchrun on four processes; rank 0 prints the results with parts of
 rows, and then with whole ones.
 """
 
@@ -32,7 +32,7 @@ class LongRowTrainer(SequenceParallelMixin, FastLossMixin, SFTTrainer):
 
 @contextlib.contextmanager
 def groups_of_exchanges() -> Iterator[list[Any]]:
-    """The process groups over which parts of rows are exchanged inside."""
+    """Records the process groups over which parts of rows are exchanged."""
     found: list[Any] = []
     exchange = sequence_exchange.exchange
 
@@ -48,7 +48,7 @@ def groups_of_exchanges() -> Iterator[list[Any]]:
 
 
 def train(sp_size: int, rows_per_rank: int, attention: str) -> dict[str, Any]:
-    """Four steps over four rows each, of lengths that two does not divide, evaluated twice on seven rows."""
+    """Four steps of four rows each, of odd lengths, evaluated twice on seven rows."""
     tokenizer = AutoTokenizer.from_pretrained(default_model_path())
     torch.manual_seed(0)
     config = LlamaConfig(**SHAPE, vocab_size=len(tokenizer), num_key_value_heads=2, attn_implementation=attention)
@@ -64,7 +64,7 @@ def train(sp_size: int, rows_per_rank: int, attention: str) -> dict[str, Any]:
                 LlamaForCausalLM(config), args=args, train_dataset=Dataset.from_dict({"text": texts}),
                 eval_dataset=Dataset.from_dict({"text": texts[:7]}), processing_class=tokenizer, sp_size=sp_size,
             )  # fmt: skip
-        # The group of the run may know tensors on accelerators only: what is checked on the host has one of its own.
+        # The run's group may support accelerator tensors only, so checks on the host use a group of their own.
         is_apart = bool(groups) and not any(group is trainer._sp_group for group in groups)
         trainer.train()
     history = trainer.state.log_history

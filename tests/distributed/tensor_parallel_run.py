@@ -1,4 +1,4 @@
-"""Processes that share each matrix product, beside one process that computes it whole.
+"""Processes that share each matrix product, compared with one process that computes it whole.
 
 Run by test_tensor_parallel.py under torchrun; rank 0 prints one JSON line per case. The argument is ``pair`` (two
 processes) or ``sharded`` (four: weights divided by tensor parallelism over two, and by FSDP2 over two).
@@ -64,7 +64,7 @@ ARCHITECTURES = (
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the collectives that are called, and the bytes of what they are called with."""
+    """Counts collectives and the bytes passed to them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def build(kind: str, attention: str = "sdpa", policy: str = "none", **fields: An
     register_packed_attention()
     config = CONFIG_MAPPING[kind](**{**FIELDS[kind], **fields})
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
-    with torch.no_grad():  # norms at 1 and biases at 0 would hide a gradient that goes wrong
+    with torch.no_grad():  # norms of 1 and biases of 0 would hide a wrong gradient
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     add_fast_lm_head(model)
@@ -92,7 +92,7 @@ def build(kind: str, attention: str = "sdpa", policy: str = "none", **fields: An
 
 
 def micro_batch(seed: int, *, packed: bool) -> dict[str, torch.Tensor]:
-    """Two rows with a part that is not labelled, and a padding token among them."""
+    """Two rows, partly unlabelled, with a padding token in each."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, VOCAB, (2, LENGTH), generator=generator)
     ids[:, 7] = 50
@@ -105,7 +105,7 @@ def micro_batch(seed: int, *, packed: bool) -> dict[str, torch.Tensor]:
 
 
 def train(model: Any, *, packed: bool = False, autocast: bool = False, rank: int = 0, ranks: int = 1) -> dict:
-    """Losses and gradient norms of `STEPS` steps of AdamW, on every `ranks`-th micro-batch from `rank`."""
+    """Losses and gradient norms of `STEPS` steps of AdamW, on every `ranks`-th micro-batch starting at `rank`."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, eps=1e-6)
     losses, norms = [], []
     for _ in range(STEPS):
@@ -115,7 +115,7 @@ def train(model: Any, *, packed: bool = False, autocast: bool = False, rank: int
         for batch in batches[rank::ranks]:
             with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
                 loss = language_model_loss(model, batch, num_tokens)
-            (loss * ranks).backward()  # gradients are averaged over the ranks that have other rows
+            (loss * ranks).backward()  # gradients are averaged over the ranks with other rows
             total += loss.detach()
         losses.append(total)
         norms.append(clip_gradients(model.parameters(), 0.5))
@@ -125,7 +125,7 @@ def train(model: Any, *, packed: bool = False, autocast: bool = False, rank: int
 
 
 def compare(found: dict, expected: dict, state: dict, model: Any) -> dict[str, float]:
-    """Largest relative differences from the single process; of weights, by each tensor's largest entry."""
+    """Largest relative differences from the single process; weights are relative to each tensor's largest entry."""
     reference = model.state_dict()
     weights = {n: float((state[n] - reference[n]).abs().max() / reference[n].abs().max()) for n in reference}
     assert set(state) == set(reference)
@@ -140,7 +140,7 @@ def compare(found: dict, expected: dict, state: dict, model: Any) -> dict[str, f
 
 
 def reload_difference(model: Any, state: dict, kind: str, batch: dict) -> float:
-    """Logits of the divided model beside those of what plain transformers loads from its files."""
+    """Difference between the divided model's logits and those of plain transformers after loading its files."""
     inputs = {"input_ids": batch["input_ids"]}
     with torch.no_grad():
         logits = model.eval()(**inputs).logits
@@ -154,7 +154,7 @@ def reload_difference(model: Any, state: dict, kind: str, batch: dict) -> float:
 
 
 def same_on_ranks(tensors: list[torch.Tensor], group: Any = None) -> bool:
-    """Whether all ranks hold the same bits."""
+    """True if all ranks hold the same bits."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, [tensor.detach().float().numpy().tobytes() for tensor in tensors], group=group)
     return all(one == everyone[0] for one in everyone)
@@ -189,9 +189,9 @@ def pair() -> None:
 
 
 def gather_state(model: Any) -> dict[str, torch.Tensor]:
-    """The plain model's state dictionary, whole, in host memory, on rank 0; an empty one elsewhere. Collective.
+    """The plain model's whole state dictionary, in host memory, on rank 0; an empty one elsewhere. Collective.
 
-    Tied names share a tensor. `load_state_dict` of the plain model takes it, and `save_pretrained(state_dict=…)`.
+    Tied names share a tensor. The plain model's `load_state_dict` and `save_pretrained(state_dict=…)` accept it.
     """
     shapes, is_main = plain_shapes(model), dist.get_rank() == 0
     copies: dict[int, torch.Tensor] = {}
@@ -206,7 +206,7 @@ def gather_state(model: Any) -> dict[str, torch.Tensor]:
 
 
 def gradient_difference(kind: str, mesh: Any) -> float:
-    """Largest difference of any gradient from one process's, by the largest gradient."""
+    """Largest difference of any gradient from a single process's, relative to the largest gradient."""
     known = vars(CONFIG_MAPPING[kind]())
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 16, "sliding_window": 10}
     fields = SHAPE | GROUPED | {name: value for name, value in special.items() if name in known}
@@ -223,7 +223,7 @@ def gradient_difference(kind: str, mesh: Any) -> float:
 
 
 def dropout_is_alike(mesh: Any) -> bool:
-    """Ranks whose random states differ when the model is divided drop the same activations afterwards."""
+    """True if ranks with different random states at division drop the same activations afterwards."""
     model = build("gpt2", resid_pdrop=0.3, embd_pdrop=0.3, attn_pdrop=0.3)
     torch.manual_seed(dist.get_rank())
     apply_tensor_parallel(model, mesh["tp"])
@@ -232,7 +232,7 @@ def dropout_is_alike(mesh: Any) -> bool:
 
 
 def traffic_per_layer(kind: str, mesh: Any) -> dict[str, float]:
-    """Collectives of one forward and backward pass in each layer, and bytes in units of the hidden states'."""
+    """Collectives per layer in one forward and backward pass, and their bytes in units of the hidden states'."""
     seen = {}
     for layers in (1, 2):
         model = build(kind, **{"n_layer" if kind == "gpt2" else "num_hidden_layers": layers})
@@ -248,7 +248,7 @@ def traffic_per_layer(kind: str, mesh: Any) -> dict[str, float]:
 
 
 def evaluation(mesh: Any) -> dict[str, Any]:
-    """Accuracy and gradients from the head where it is large (computed in the backward pass), and generation."""
+    """Accuracy, gradients from the head when it is large (computed in the backward pass), and generation."""
     from accel_scale.optimization import loss
 
     loss.HEAD_GRAD_IN_FORWARD_BYTES = 0
@@ -306,7 +306,7 @@ def divide(model: Any, mesh: Any, *, head_apart: bool = False) -> None:
 
 
 def checkpoint_difference(model: Any, kind: str, mesh: Any) -> float:
-    """What tensor parallelism alone reads from a checkpoint that it wrote together with FSDP2."""
+    """Difference after tensor parallelism alone loads a checkpoint that was written together with FSDP2."""
     other = build(kind)
     apply_tensor_parallel(other, mesh["tp"])
     with torch.no_grad():
@@ -322,7 +322,7 @@ def checkpoint_difference(model: Any, kind: str, mesh: Any) -> float:
 
 
 def mixed_norm(mesh: Any) -> dict[str, float]:
-    """Gradients on every kind of mesh, one of them a sum still to be taken, and a stage of its own per rank."""
+    """Norm of gradients on every kind of mesh, one of them a partial sum, with a separate stage for each rank."""
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Architectures that engines stumble over, under FSDP2 and ZeRO-3: buffers, experts, ties, shared layers."""
+"""Architectures that engines have trouble with, under FSDP2 and ZeRO-3: buffers, experts, ties, shared layers."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ LATENT = {
     "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
 }  # fmt: skip
 VISION = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-# Three layers that share one attention block, each in a group of its own if nothing prevents it.
+# Three layers share one attention block, which would end up in three groups if nothing prevented it.
 SHARED = {
     "num_hidden_layers": 6, "num_key_value_heads": 4, "n_mamba_heads": 4, "mamba_d_state": 8, "chunk_size": 32,
     "layers_block_type": ["linear_attention", "hybrid"] * 3, "num_mem_blocks": 1, "attention_hidden_size": 64,
     "adapter_rank": 4, "mamba_ngroups": 1,
 }  # fmt: skip
-# Its norms are inside of its stacks: none is found beside the head.
+# Its norms are inside its stacks; none is next to the head.
 STACKS = {"num_key_value_heads": 4, "num_layers_per_stack": 1, "head_dim": 8, "H_cycles": 1, "L_cycles": 1}
 OWN = {
     "deepseek_v3": LATENT, "zamba2": SHARED, "hrm_text": STACKS,
     "mixtral": {"output_router_logits": True, "router_aux_loss_coef": 0.5},
 }  # fmt: skip
 METHODS = dict.fromkeys(("deepseek_v3", "gemma3", "hrm_text", "llava", "zamba2"), "full") | {"mixtral": "lora"}
-# TRL's own loss, whose fused head takes an untied head's weight without calling it.
+# TRL's own loss, whose fused head uses the weight of an untied head without calling the head.
 FLAGS = {name: ["--loss_type", "dft"] for name in ("hrm_text", "llava")}
-ALONE = ("mixtral", "zamba2")  # also trained by one process
+ALONE = ("mixtral", "zamba2")  # trained by one process as well
 
 
 def write(kind: str, folder: Path) -> None:
-    """A tiny model of `kind` with the embedded tokenizer."""
+    """Save a tiny model of `kind` with the embedded tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(default_model_path())
     sizes = {**SIZES, "vocab_size": len(tokenizer)}
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
@@ -62,7 +62,7 @@ def write(kind: str, folder: Path) -> None:
         model = AutoModelForImageTextToText.from_config(config)
     else:
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**sizes, **EXPERTS, **OWN[kind], **special}))
-    if kind == "deepseek_v3":  # not all zeros, so that a buffer that is not sent is seen
+    if kind == "deepseek_v3":  # not all zeros, so that a buffer that is not broadcast is noticed
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.tensor([0.5, -0.5, 0.25, 0.0]))
@@ -70,13 +70,13 @@ def write(kind: str, folder: Path) -> None:
     if kind == "gemma3":
         weights = load_file(folder / "model.safetensors")
         renamed = {re.sub("^vision_tower", "vision_tower.vision_model", name): w for name, w in weights.items()}
-        save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})  # as published checkpoints have it
+        save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})  # as in published checkpoints
     tokenizer.save_pretrained(folder)
 
 
 @functools.cache
 def results(name: str) -> dict[str, parity.Result]:
-    """Of a launch file; of one process only what is compared with it. A full model is saved by its base's names."""
+    """Results of a launch file; for one process, only what is compared with it. Full models use their base's names."""
     if not parity.SHARED_DATA.is_dir():
         pytest.skip(f"real inputs are not there: {parity.SHARED_DATA}")
     with tempfile.TemporaryDirectory(prefix=f"architectures-{name}-") as parent:
@@ -96,7 +96,7 @@ def results(name: str) -> dict[str, parity.Result]:
 
 @pytest.mark.parametrize("kind", METHODS)
 def test_fsdp2_trains_what_zero3_trains(kind: str) -> None:
-    """Both read back what they saved: a tied head that is not in the file is not missing."""
+    """Both read back what they saved: a tied head that the file lacks does not count as missing."""
     difference = parity.compare(results("fsdp2")[kind], results("zero3")[kind])
     assert difference.loss <= parity.TOLERANCE
     assert difference.weight <= parity.TOLERANCE
@@ -105,7 +105,7 @@ def test_fsdp2_trains_what_zero3_trains(kind: str) -> None:
 @pytest.mark.parametrize("kind", [*ALONE, "pretraining"])
 @pytest.mark.parametrize("name", ["fsdp2", "zero3"])
 def test_ranks_train_what_one_process_trains(name: str, kind: str) -> None:
-    """With a heavy auxiliary loss, recomputed by the reentrant kind under ZeRO-3, and with shared layers."""
+    """With a heavy auxiliary loss, with reentrant recomputation under ZeRO-3, and with shared layers."""
     difference = parity.compare(results(name)[kind], results("cpu")[kind])
     assert difference.loss <= parity.TOLERANCE
     assert difference.weight <= parity.TOLERANCE

@@ -1,4 +1,4 @@
-"""`CheckpointManager` under every strategy, really launched: the same numbers after a resume on any ranks."""
+"""`CheckpointManager` in real launches of every strategy: the same numbers after a resume on any number of ranks."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ VARIANTS = {
     "zero2": ("zero2", []),
     "zero3": ("zero3", []),
 }
-# The other stages of ZeRO write and read by the same code.
+# The other ZeRO stages write and read with the same code.
 LONG = ("zero1", "zero3")
 EVERY = [pytest.param(name, marks=pytest.mark.soak) if name in LONG else name for name in VARIANTS]
 SAVED_AT, NUM_STEPS = 3, 6
-# One checkpoint of `checkpoint_run.py` and a half, in pages of a tmpfs.
+# Room for one and a half checkpoints of `checkpoint_run.py`, in pages of a tmpfs.
 DISK_KILOBYTES = {"fsdp2 sharded": 920, "zero2": 720}
 
 
@@ -51,7 +51,7 @@ def command(name: str, num_processes: int, *arguments: str) -> list[str]:
 
 @dataclass
 class Run:
-    """What one run left behind."""
+    """The report and the log of one run."""
 
     report: dict
     log: str
@@ -67,7 +67,7 @@ class Run:
 
 @functools.cache
 def outcome(variant: str) -> tuple[Path, dict[str, Run]]:
-    """One launch, whose runs take two, one and four ranks."""
+    """One launch that makes all runs, on two, one and four ranks."""
     name, changes = VARIANTS[variant]
     folder = Path(tempfile.mkdtemp(prefix="checkpoints-"))
 
@@ -120,7 +120,7 @@ def test_going_on_with_the_same_ranks_is_bitwise(variant):
     assert list(resumed.losses) == [4, 5, 6]
     assert resumed.losses == {step: loss for step, loss in whole.losses.items() if step > SAVED_AT}
     assert resumed.draws == {step: draws for step, draws in whole.draws.items() if step > SAVED_AT}
-    assert len(set(resumed.draws[4])) == 6  # every rank its own
+    assert len(set(resumed.draws[4])) == 6  # different on every rank
     assert resumed.report["counter"] == whole.report["counter"] == [1, 2, 3, 4, 5, 6]
     assert resumed.report["learning_rate"] == whole.report["learning_rate"]
 
@@ -137,7 +137,7 @@ def test_going_on_with_other_ranks(variant, label):
     assert run.report["learning_rate"] == reference.report["learning_rate"]
     now = {"one": 1, "four": 4}[label]
     assert f"(step 3, written by 2 ranks and now on {now})" in run.log
-    # Known ranks go on with their random numbers, new ones have some of their own.
+    # Known ranks continue their random numbers; new ranks draw their own.
     for step in (4, 5, 6):
         assert run.draws[step][:3] == reference.draws[step][:3]
         assert len(set(run.draws[step])) == 3 * now
@@ -145,7 +145,7 @@ def test_going_on_with_other_ranks(variant, label):
 
 @pytest.mark.parametrize("variant", ["fsdp2", "fsdp2 sharded"])
 def test_a_checkpoint_before_the_first_step_changes_nothing(variant):
-    """torch makes up an optimizer state where there is none yet."""
+    """torch creates an optimizer state where there is none yet."""
     _, runs = outcome(variant)
     assert runs["from the first"].report["resumed"] == 0
     assert runs["saved first"].losses == runs["whole"].losses
@@ -168,13 +168,13 @@ def test_asynchronous_writes_the_same_bytes(variant):
     for name in ("without", "asynchronous"):
         root = folder / name / f"checkpoint-{SAVED_AT}"
         files = {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-        # torch gives every collection of shards an identity of its own, which is in here.
+        # These contain an identity that torch gives to every collection of shards.
         written[name] = {k: v for k, v in files.items() if not k.endswith((".metadata", "manifest.json"))}
     assert written["without"] == written["asynchronous"]
 
 
 def start(name: str, folder: Path, *arguments: str) -> subprocess.Popen:
-    """A launch of two processes whose output goes to ``log``."""
+    """Start a launch of two processes whose output goes to ``log``."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with (folder / "log").open("ab") as log:
         return subprocess.Popen(
@@ -188,7 +188,7 @@ def start(name: str, folder: Path, *arguments: str) -> subprocess.Popen:
 
 
 def until(condition, launcher: subprocess.Popen, folder: Path, seconds: float = 120.0):
-    """What `condition` gives once that is true."""
+    """Wait until `condition` returns something true, and return that."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         found = condition()
@@ -207,7 +207,7 @@ def pid_of_second_rank(folder: Path) -> int | None:
 
 
 def finished(launcher: subprocess.Popen, folder: Path) -> int:
-    """The launcher's status; nothing of it is left running."""
+    """The launcher's exit status; kills whatever is left of the launch."""
     try:
         return launcher.wait(90)
     except subprocess.TimeoutExpired:
@@ -218,7 +218,7 @@ def finished(launcher: subprocess.Popen, folder: Path) -> int:
 
 
 def test_a_schedule_that_counts_ranks_is_refused_on_others(tmp_path):
-    """As Accelerate has it by default; it would go on at another speed."""
+    """This is Accelerate's default; the schedule would continue at another speed."""
     folder, _ = outcome("ddp")
     arguments = ["--resume", str(folder / "without" / f"checkpoint-{SAVED_AT}"), "--schedule_counts_ranks"]
     run = [sys.executable, SCRIPT, "--output_dir", str(tmp_path / "run"), *arguments]
@@ -236,7 +236,7 @@ def test_a_signal_ends_in_a_checkpoint(tmp_path, variant, number, to_launcher):
     launcher = start(VARIANTS[variant][0], tmp_path, *VARIANTS[variant][1], SCRIPT, "--num_steps", "1000000")
     worker = until(lambda: pid_of_second_rank(tmp_path), launcher, tmp_path)
     os.kill(launcher.pid if to_launcher else worker, number)
-    assert finished(launcher, tmp_path) == 1  # torchrun has no other status for a failed or stopped worker
+    assert finished(launcher, tmp_path) == 1  # torchrun has no other status for failed or stopped workers
     log = (tmp_path / "log").read_text(errors="replace")
     assert log.count(f"leaving with {EXIT_STOPPED}") == 2
     if not to_launcher:
@@ -244,12 +244,12 @@ def test_a_signal_ends_in_a_checkpoint(tmp_path, variant, number, to_launcher):
     (folder,) = (tmp_path / "run").iterdir()
     manifest = read_manifest(folder)
     steps = {int(step) for step in re.findall(r"step (\d+)$", log, re.MULTILINE)}
-    assert manifest.step == max(steps)  # saved at the step after which all ranks had heard of it
+    assert manifest.step == max(steps)  # saved at the step after which all ranks knew
     assert manifest.stopped_by == number.name
 
 
 def test_killed_in_the_middle_of_a_save(tmp_path):
-    """A rank of FSDP2 dies while the shards of the second checkpoint are written."""
+    """A rank of FSDP2 dies while the shards of the second checkpoint are being written."""
     name, changes = VARIANTS["fsdp2 sharded"]
     arguments = [*changes, SCRIPT, "--save_every", "2", "--num_steps", "6", "--hidden_size", "256"]
     killed = ["--killed_at", ".partial/checkpoint-4/optimizer_0/__1_0.distcp"]
@@ -265,7 +265,7 @@ def test_killed_in_the_middle_of_a_save(tmp_path):
 
 @pytest.mark.parametrize("variant", ["fsdp2 sharded", "zero2"])
 def test_a_full_disk_costs_the_new_checkpoint_only(tmp_path, variant):
-    """On a real filesystem with room for one checkpoint and a half: all ranks hear of it, none waits for another."""
+    """On a real filesystem with room for one and a half checkpoints: all ranks learn of it, none waits for another."""
     disk = tmp_path / "run"
     disk.mkdir()
     libc = ctypes.CDLL(None, use_errno=True)
@@ -277,7 +277,7 @@ def test_a_full_disk_costs_the_new_checkpoint_only(tmp_path, variant):
         assert finished(launcher, tmp_path) == 1
         log = (tmp_path / "log").read_text(errors="replace")
         assert log.count("warning: checkpoint-4 was not saved: the disk is full") == 1
-        assert len(re.findall(r"^rank \d pid \d+ step 5$", log, re.MULTILINE)) == 2  # it went on
+        assert len(re.findall(r"^rank \d pid \d+ step 5$", log, re.MULTILINE)) == 2  # training went on
         assert re.search(rf"exitcode\s*: {FULL_DISK_STATUS}", log)
         assert [path.name for path in disk.iterdir()] == ["checkpoint-2"]
         manifest = read_manifest(disk / "checkpoint-2")

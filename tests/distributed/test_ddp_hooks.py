@@ -1,4 +1,4 @@
-"""DDP's communication hooks, launched: bytes sent, what it costs the loss, and a state that no break or skip loses."""
+"""DDP's communication hooks, launched: bytes sent, effect on the loss, and a state that survives breaks and skips."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_hooks_send_fewer_bytes(report: dict[str, Any]) -> None:
-    """Counted where the hooks call `all_reduce`; what the hooks say of themselves agrees."""
+    """Bytes are counted where the hooks call `all_reduce`; the hooks' own figures agree."""
     hooks, params = report["hooks"], report["hooks"]["params"]
     sent = {name: hooks[name]["sent_bytes"] for name in ("counted", "bf16", "fp16", "powersgd")}
     assert sent["counted"] == 4 * params
     assert sent["bf16"] == sent["fp16"] == 2 * params
-    # Rank 2: (rows + columns) × 2 of every matrix, and norms whole.
+    # Rank 2: (rows + columns) × 2 for every matrix, and whole norms.
     layer = 4 * (128 + 128) + 3 * (128 + 256)
     assert sent["powersgd"] == 4 * (2 * (4 * layer + 2 * (256 + 128)) + 9 * 128)
     assert sent == {name: hooks[name]["hook_bytes"] for name in sent}
-    assert hooks["none"]["sent_bytes"] == 0  # DDP's own reduction does not pass there
-    assert {entry["buckets"] for name, entry in hooks.items() if name != "params"} == {3}  # of 1 MB
+    assert hooks["none"]["sent_bytes"] == 0  # DDP's own reduction does not go through it
+    assert {entry["buckets"] for name, entry in hooks.items() if name != "params"} == {3}  # of 1 MB each
 
 
 def test_hooks_change_the_loss_as_little_as_they_should(report: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ def test_hooks_change_the_loss_as_little_as_they_should(report: dict[str, Any]) 
         assert losses != plain, name
         assert losses == pytest.approx(plain, rel=tolerance), name
         assert hooks[name]["ranks_agree"], name
-    # PowerSGD sends gradients whole before its first step, so up to there nothing differs.
+    # PowerSGD sends whole gradients before its first step, so nothing differs until then.
     assert hooks["powersgd"]["losses"][: run.START] == plain[: run.START]
     assert hooks["powersgd"]["losses"][run.START] != plain[run.START]
 
@@ -61,7 +61,7 @@ def test_the_arithmetic_is_torchs(report: dict[str, Any]) -> None:
 
 
 def test_a_break_loses_nothing(report: dict[str, Any]) -> None:
-    """To the last bit, in a plain loop and in a trainer; without the state weights are others."""
+    """To the last bit, in a plain loop and in a trainer; without the state the weights differ."""
     assert report["resumed"]["with state"] == report["resumed"]["before the first"] == 0.0
     assert report["resumed"]["without"] > 1e-3
     assert report["trainer_resumed"] == 0.0
@@ -69,5 +69,5 @@ def test_a_break_loses_nothing(report: dict[str, Any]) -> None:
 
 
 def test_a_dropped_step_leaves_no_trace(report: dict[str, Any]) -> None:
-    """Also in the error feedback: NaN there would never go away."""
+    """Not even in the error feedback, where a NaN would never go away."""
     assert report["dropped"] == {str(run.START): 0.0, str(run.START + 3): 0.0}

@@ -1,4 +1,4 @@
-"""`accel-scale eval --launch`: processes share the questions, and come to the figures of one."""
+"""`accel-scale eval --launch`: processes share the questions and arrive at the figures of a single process."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from accel_scale.training.evaluation.exact_match import exact_match
 
 pytestmark = pytest.mark.slow
 
-# Five questions over two ranks in batches of two: the shares differ in size, in batches and in steps until the end.
+# Five questions on two ranks in batches of two: the shares differ in size, in batches and in steps until the end.
 TEXTS = [
     "12 + 7 =",
     "The reverse of QXKD is",

@@ -1,4 +1,4 @@
-"""The lean loss weighs tokens over ranks, and its head's gradient is whole however the head is sharded."""
+"""The lean loss weights tokens across ranks, and its head's gradient is whole however the head is sharded."""
 
 from __future__ import annotations
 

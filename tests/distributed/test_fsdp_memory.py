@@ -1,4 +1,4 @@
-"""What the planner says of FSDP2 against torch's own tracker on two real processes."""
+"""The planner's prediction for FSDP2 against torch's own tracker on two real processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def predicted(precision: str, reshard: bool = True, **changes) -> MemoryEstimate
 def test_fsdp2_peak_is_predicted_within_4_percent(measured, case, precision, reshard):
     estimate = predicted(precision, reshard)
     assert estimate.peak_bytes == pytest.approx(measured[case], rel=0.04)
-    # States alone would be off by more: the transfers are what is tested.
+    # The states alone would be off by more: this tests the transfers.
     states = estimate.states
     resident = states.weight_bytes + states.optimizer_bytes + states.gradient_bytes
     assert abs(resident / measured[case] - 1) > 0.08
@@ -56,7 +56,7 @@ def test_fsdp2_peak_is_predicted_within_4_percent(measured, case, precision, res
 
 @pytest.mark.parametrize(("name", "precision"), [("accumulated", "fp32"), ("accumulated bf16", "bf16")])
 def test_accumulated_gradients_wait_whole_or_as_shards(measured, name, precision):
-    """Whole ones of a model that is nearly all embedding and head come a little later than predicted."""
+    """Whole gradients of a model that is nearly all embedding and head arrive a little later than predicted."""
     whole, reduced = (predicted(precision, accumulation=3, sync_each_batch=sync) for sync in (False, True))
     assert reduced.peak_bytes == pytest.approx(measured[f"{name}, each reduced"], rel=0.03)
     assert whole.peak_bytes == pytest.approx(measured[name], rel=0.10)

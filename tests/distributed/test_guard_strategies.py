@@ -20,10 +20,10 @@ from accel_scale.training.guard.events import read_events
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 HERE = Path(__file__).parent
-# Exact to the bit where every process keeps whole tensors, else to rounding.
+# Exact to the bit where every process keeps whole tensors, otherwise up to rounding.
 TOLERANCE = {"cpu": 0.0, "ddp": 0.0, "fsdp2": 1e-6, "zero1": 1e-6, "zero2": 1e-6, "zero3": 1e-6}
 OFFLOADED = ("fsdp2_offload", "zero2_offload", "zero3_offload")
-LONG = ("zero1", "zero3", *OFFLOADED)  # run by `make soak`
+LONG = ("zero1", "zero3", *OFFLOADED)  # run only by `make soak`
 
 
 def launch(name: str, folder: Path, *args: str, script: str = "guard_run.py") -> subprocess.CompletedProcess[str]:
@@ -58,7 +58,7 @@ def test_poisoned_batches_leave_no_trace(name: str, tmp_path: Path) -> None:
     num_processes = 1 if name == "cpu" else 2
     skipped = found["skip"]
     assert skipped["actions"] == {str(step): "skipped" for step in guard_run.POISON}
-    # The reference is Accelerate's own loop over the clean batches alone, without any guard.
+    # The reference is Accelerate's own loop over the clean batches alone, without a guard.
     assert skipped["difference"] <= TOLERANCE.get(name, 1e-6)
     assert skipped["loss"] == pytest.approx(found["ordinary"]["loss"], rel=1e-5)
     assert skipped["loss"] < 0.8 * found["ordinary"]["first_loss"]
@@ -86,7 +86,7 @@ def _assert_rows_are_named(events: list[dict], output: str, num_processes: int) 
         assert math.isfinite(float(event["loss"])) == math.isfinite(weight)
         bad = f"step{event['step']}.rank{rank % num_processes}.batch{micro}.row2"
         assert bad in event["rows"]
-        if not math.isfinite(weight):  # then the console narrows it down to the micro-batch
+        if not math.isfinite(weight):  # the console then narrows it down to the micro-batch
             line = next(x for x in output.splitlines() if x.startswith(f"warning: step {event['step']} was not taken"))
             assert bad in line
             assert line.count(".row") == guard_run.ROWS
@@ -96,14 +96,14 @@ def test_fp16_overflows_stay_with_the_loss_scaler(tmp_path: Path) -> None:
     done = launch("ddp", tmp_path, "--output_dir", str(tmp_path), "--fp16")
     found = reports(done)
     assert found["skip"]["actions"] == {str(step): "skipped" for step in guard_run.POISON}
-    assert found["skip"]["difference"] == 0.0  # the loss scale is among what is compared
+    assert found["skip"]["difference"] == 0.0  # the loss scale is part of the comparison
 
 
 @pytest.fixture(scope="module")
 def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model that has one broken word vector, rows some of which have that word, and those without.
+    """A folder with a model with one broken word vector, rows some of which contain that word, and rows without it.
 
-    Two rows of the third batch of four have the word; the sixth batch is of noise, which spikes.
+    Two rows in the third batch of four contain the word; the sixth batch is noise, which spikes.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -171,7 +171,7 @@ def test_recipe_trains_through(name: str, poisoned: Path, tmp_path: Path) -> Non
     assert "step 3 was not taken: loss is nan" in said
     assert [(e["step"], e["rows"]) for e in read_events(tmp_path / "resumed")] == [(6, events[1]["rows"])]
 
-    # The log shows what the batches that were not taken gave, and goes on with numbers.
+    # The log shows the losses of batches that were not taken, and later losses are finite.
     assert math.isnan(through.losses[2])
     taken = [loss for number, loss in enumerate(through.losses, 1) if number not in (3, 6)]
     assert taken == pytest.approx(clean.losses, rel=1e-6)

@@ -31,7 +31,7 @@ def scenarios() -> dict[str, Any]:
 
 
 def the_line(scenario: dict[str, Any]) -> str:
-    """What was said, by exactly one rank."""
+    """The line that exactly one rank printed."""
     lines = [line for text in scenario["said"] for line in text.splitlines() if line.startswith("train.py: ")]
     assert len(lines) == 1, scenario
     return lines[0]
@@ -42,7 +42,7 @@ def test_a_rank_that_sleeps_in_its_data_is_named(scenarios: dict[str, Any]) -> N
     found = scenarios["sleep_in_data"]
     pattern = r"train.py: rank 1 has not reached all_reduce of step 3 \(backward\): last seen in 'data' at step 3, .*"
     assert re.fullmatch(pattern, the_line(found)), found
-    assert found["status"] == [HUNG_STATUS, HUNG_STATUS]  # the sleeper leaves too: nothing waits for a launcher
+    assert found["status"] == [HUNG_STATUS, HUNG_STATUS]  # the sleeper leaves as well: nothing waits for a launcher
     assert max(found["seconds"]) < 30
 
 

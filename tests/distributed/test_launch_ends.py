@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-WARM_PYTHON = False  # who is whose parent is the subject
+WARM_PYTHON = False  # these tests are about which process is whose parent
 RUN = str(Path(__file__).with_name("ends_run.py"))
 LAUNCHERS = {
     "accelerate": ["-m", "accelerate.commands.launch", "--num_processes", "1"],
@@ -53,7 +53,7 @@ def test_the_cause_is_the_last_line(real_python, repository, tmp_path, launcher,
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     assert lines[-1] == last, done.stderr
     assert done.returncode == 1
-    assert lines.count(last) == times  # at once by one rank, and after the launcher's report
+    assert lines.count(last) == times  # right away by one rank, and again after the launcher's report
 
 
 @pytest.mark.parametrize("launcher", ["accelerate", "torchrun, two"])
@@ -74,13 +74,13 @@ def test_ctrl_c_before_training_ends_with_how_to_go_on(real_python, repository, 
                 os.kill(pid, signal.SIGKILL)
     last = "ends_run.py: interrupted; the same command starts over, or continues from its last checkpoint."
     assert lines[-1] == last, lines
-    assert lines.count(last) == 2  # at once, and after the launcher's traceback
+    assert lines.count(last) == 2  # right away, and again after the launcher's traceback
 
 
 @pytest.mark.parametrize(
     ("launcher", "mode", "status", "last"),
     [
-        ("accelerate", "refuse", -signal.SIGTERM, REFUSED),  # whose report has the whole command line
+        ("accelerate", "refuse", -signal.SIGTERM, REFUSED),  # the launcher's report has the whole command line
         (
             "accelerate, two",
             "crash on the last rank",

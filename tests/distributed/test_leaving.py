@@ -1,4 +1,4 @@
-"""A process that has just communicated ends, neither waiting for ever nor aborted by gloo's own threads."""
+"""A process that has just communicated ends; it neither waits forever nor is aborted by gloo's threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [
 
 
 def test_a_group_is_left_right_after_a_collective() -> None:
-    """As torch has it, about every third such launch of two processes aborts or hangs."""
+    """With torch's own way of leaving, about every third such launch of two processes aborts or hangs."""
     assert torchrun.torchrun("leaving_run.py", 4, "safely", timeout=100).count("left") == 4
 
 

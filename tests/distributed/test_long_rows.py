@@ -15,6 +15,6 @@ def test_tiles_change_neither_gradients_nor_collectives() -> None:
         assert case["difference"] < 1e-6, name
         assert case["tensors"] == (42 if "lora" in name else 30), name
         plain, tiled = case["plain"], case["tiled"]
-        if name.startswith("zero3"):  # an MLP's weights come together, where its linears' came one by one
+        if name.startswith("zero3"):  # an MLP's weights are gathered together, its linears' one by one
             assert tiled.pop("_allgather_base_") < plain.pop("_allgather_base_"), name
         assert tiled == plain, name

@@ -1,4 +1,4 @@
-"""Ranks that will share a model map the weights that one of them has made; real processes, real files."""
+"""Ranks that will share a model map the weights that one of them has built; real processes, real files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RANKS = 3
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("mapped")
-    for name, age in (("old", 2 * 86400), ("young", 0)):  # of runs that were killed, or of another container's
+    for name, age in (("old", 2 * 86400), ("young", 0)):  # left by killed runs, or by a run in another container
         left = folder / f"accel-scale-weights-999999999-{name}"
         left.mkdir()
         os.utime(left, (time.time() - age, time.time() - age))
@@ -45,7 +45,7 @@ def test_only_the_rank_that_builds_has_weights_of_its_own(found):
 
 
 def test_no_file_is_left_behind(found):
-    # The first rank of the run that was measured has just removed its folder; the others may look a moment before.
+    # The first rank of the measured run has just removed its folder; other ranks may look a moment earlier.
     assert found[0]["memory"]["files"] == 1, "the young one of another run"
 
 

@@ -1,4 +1,4 @@
-"""`accel-scale comm`, run: on two processes here, and on two servers of two processes each, under torchrun."""
+"""`accel-scale comm` on two processes here, and on two servers of two processes each, under torchrun."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from accel_scale.network.collectives import OPS
 from accel_scale.network.link_fit import load_links
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-# Half the sizes are fitted; a time is the mean of the fastest quarter, taken in rounds. Ordinary runs are off by a
-# twentieth (benchmarks/results/comm_gloo.md); a machine that is busy with other tests all the while is allowed this.
+# Half the sizes are fitted; a time is the mean of the fastest quarter, measured in rounds. Ordinary runs are off by a
+# twentieth (benchmarks/results/comm_gloo.md); this much is allowed on a machine that is busy with other tests.
 MEDIAN_BOUND = 0.5
 
 
@@ -47,7 +47,7 @@ def test_every_collective_is_run_fitted_and_saved(tmp_path: Path) -> None:
         command("--measure", "--processes", "2", "--backend", "gloo", "--op", "all", *sizes, "--json"), tmp_path
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "\r" not in done.stderr  # no bar into a log
+    assert "\r" not in done.stderr  # no progress bar in a log
     found = json.loads(done.stdout)
     rows = found["measurements"]
     assert {row["op"] for row in rows} == set(OPS)
@@ -64,7 +64,7 @@ def test_every_collective_is_run_fitted_and_saved(tmp_path: Path) -> None:
     errors = sorted(abs(row["predicted_seconds"] / row["seconds"] - 1) for row in held_out)
     assert found["held_out_error"]["worst"] == pytest.approx(errors[-1])
     assert found["held_out_error"]["median"] < MEDIAN_BOUND
-    # Four thousand times the bytes take longer, however busy the machine is.
+    # Four thousand times as many bytes take longer, however busy the machine is.
     for op in OPS:
         times = [row["seconds"] for row in rows if row["op"] == op]
         assert times[-1] > times[0]
@@ -78,7 +78,7 @@ def test_every_collective_is_run_fitted_and_saved(tmp_path: Path) -> None:
 
 def test_a_terminal_is_shown_how_far_it_is(tmp_path: Path) -> None:
     reader, writer = pty.openpty()
-    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))  # of no size, tqdm draws nothing
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))  # with size 0, tqdm draws nothing
     words = command("--measure", "--processes", "2", "--op", "all_reduce", "--size", "4KiB..4MiB", "--repeats", "20")
     with subprocess.Popen(words, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=writer) as process:
         os.close(writer)
@@ -86,13 +86,13 @@ def test_a_terminal_is_shown_how_far_it_is(tmp_path: Path) -> None:
         printed = process.communicate(timeout=120)[0].decode()
     assert process.returncode == 0, shown
     assert re.search(r"all_reduce inside: +\d+%\|.*\b\d+/20\b", shown), shown
-    assert "saved" in printed  # the result is not mixed with it
+    assert "saved" in printed  # the result stays separate from the bar
     assert "/20" not in printed
 
 
 def read_terminal(reader: int) -> str:
     found = b""
-    with contextlib.suppress(OSError):  # how a terminal ends whose other side is closed
+    with contextlib.suppress(OSError):  # reading a terminal fails once its other side is closed
         while block := os.read(reader, 4096):
             found += block
     os.close(reader)
@@ -100,7 +100,7 @@ def read_terminal(reader: int) -> str:
 
 
 def test_servers_are_measured_on_both_levels_and_the_planner_reads_them(tmp_path: Path) -> None:
-    """Two launches of two processes stand in for two servers; only rank 0 speaks."""
+    """Two launches of two processes stand in for two servers; only rank 0 prints."""
     file, port = tmp_path / "links.json", str(get_free_port())
     launches = []
     for node in range(2):
@@ -128,7 +128,7 @@ def test_servers_are_measured_on_both_levels_and_the_planner_reads_them(tmp_path
     words = ["--links", str(file), "--nodes", "2", "--gpus_per_node", "2", "--size", "1MiB", "--json"]
     rows = json.loads(run(command(*words), tmp_path).stdout)["predictions"]
     seconds = {row["algorithm"]: row["seconds"] for row in rows}
-    # Half of a megabyte by each of the two processes of a server at once, as it was measured, and the ring inside.
+    # Both processes of a server send half a megabyte at once, as in the measurement, plus the ring inside.
     between, inside = links.between["all_reduce"], links.inside["all_reduce"]
     expected = between.predicted_seconds(2**19) + inside.predicted_seconds(2**20)
     assert seconds["hierarchical"] == pytest.approx(expected, rel=1e-6)

@@ -1,4 +1,4 @@
-"""Two processes, one of which runs out of memory: the step is taken again on both, or both stop with one line."""
+"""Two processes, one of which runs out of memory: both repeat the step, or both stop with one line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def launch(name: str, folder: Path, script: str, *args: str) -> subprocess.Compl
 
 
 def test_every_place_gives_the_undisturbed_run(tmp_path: Path) -> None:
-    """Forward, backward, head, recomputation and before the model is called; reducing micro-batches and others."""
+    """Forward, backward, head, recomputation and before the model is called; in reducing micro-batches and others."""
     done = launch("ddp", tmp_path, "memory_recovery_cases.py")
     assert done.returncode == 0, done.stderr[-3000:]
     cases = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -106,7 +106,7 @@ def test_every_rank_stops_with_the_flags_to_go_on(name: str, tmp_path: Path) -> 
     started = time.monotonic()
     flags = [*recipe_flags(tmp_path), "--output_dir", str(tmp_path / "out")]
     done = launch(name, tmp_path, "memory_recovery_run.py", "backward", "1", "900", "sft.py", *flags)
-    assert time.monotonic() - started < 120  # the other rank waits in a collective
+    assert time.monotonic() - started < 120  # the other rank is waiting in a collective
     assert done.returncode != 0
     assert done.stderr.count(f"exitcode  : {OUT_OF_MEMORY_STATUS}") == 2
     [line] = [line for line in done.stderr.splitlines() if "memory ran out" in line]
@@ -116,13 +116,13 @@ def test_every_rank_stops_with_the_flags_to_go_on(name: str, tmp_path: Path) -> 
     [weights] = [row for row in summary.splitlines() if row.startswith("weights ")]
     num_bytes, whole = int(weights.split()[-2].replace(",", "")), 4 * num_parameters()
     if name == "fsdp2":
-        assert whole / 2 <= num_bytes < 0.8 * whole  # a layer or two are whole at that moment
+        assert whole / 2 <= num_bytes < 0.8 * whole  # one or two layers are whole at that moment
     else:
         assert num_bytes == whole
 
 
 def check_pretraining(undisturbed: Path, disturbed: Path) -> None:
-    """The plain loop: the same losses, norms, rows and weights; the guard sees a step once."""
+    """The plain loop: the same losses, norms, rows and weights; the guard sees each step once."""
     before, after = (json.loads((folder / "run_summary.json").read_text()) for folder in (undisturbed, disturbed))
     assert after["losses"] == pytest.approx(before["losses"], rel=1e-5)
     assert len(before["losses"]) == 2
@@ -149,7 +149,7 @@ def num_parameters() -> int:
 
 
 def pretraining_flags(folder: Path) -> list[str]:
-    """As `recipe_flags`, of rows that several documents fill."""
+    """Flags like those of `recipe_flags`, for rows that several documents fill."""
     text = folder / "text.jsonl"
     with (parity.SHARED_DATA / "gsm8k" / "train.jsonl").open() as lines:
         text.write_text("".join(json.dumps({"text": json.loads(next(lines))["question"]}) + "\n" for _ in range(400)))
@@ -162,7 +162,7 @@ def pretraining_flags(folder: Path) -> list[str]:
 
 
 def recipe_flags(folder: Path) -> list[str]:
-    """Two micro-batches of four rows on each rank, so that one of them reduces gradients and one does not."""
+    """Two micro-batches of four rows on each rank: one of them reduces gradients and one does not."""
     rows = folder / "rows.jsonl"
     with (parity.SHARED_DATA / "gsm8k" / "train.jsonl").open() as lines:
         rows.write_text("".join(next(lines) for _ in range(48)))

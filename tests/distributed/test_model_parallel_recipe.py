@@ -1,4 +1,4 @@
-"""recipes/pretrain.py on ranks that share the model is the run of one process, and goes on in another layout."""
+"""recipes/pretrain.py on ranks that share the model matches a run on one process, and continues in another layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 def compared(repository: Path, folder: Path, *flags: str) -> list[dict[str, Any]]:
-    """Rows of benchmarks/model_parallel_parity.py, which fails where a difference is above 1e-4."""
+    """Rows of benchmarks/model_parallel_parity.py, which fails if a difference is above 1e-4."""
     script = str(repository / "benchmarks" / "model_parallel_parity.py")
     command = [sys.executable, script, "--results", str(folder), *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200)
@@ -30,7 +30,7 @@ def test_losses_weights_and_the_saved_model_are_those_of_one_process(repository:
     for row in rows:
         assert row["loss"] < 2e-6, row
         assert row["validation"] < 2e-6, row
-        assert row["weights"] < 1e-4, row  # Adam makes whole steps of gradients that are almost nothing
+        assert row["weights"] < 1e-4, row  # Adam makes whole steps of nearly zero gradients
         assert row["logits"] < 1e-4, row
 
 

@@ -1,4 +1,4 @@
-"""What the planner says of ranks that share the model against what two real processes hold."""
+"""The planner's prediction for ranks that share the model against the memory of two real processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSe
 
 pytestmark = pytest.mark.slow
 
-# case: strategy, sizes, and how it is trained
+# case: strategy, sizes, and training settings
 CASES = {
     "tp=2": ("single", {"tensor_parallel": 2}, {}),
     "pp=2,micro_batches=4": ("single", {"pipeline_parallel": 2}, {"accumulation": 4}),

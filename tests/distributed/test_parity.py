@@ -1,14 +1,14 @@
-"""Every launch file trains every method to the losses and weights of DDP, and DDP to those of one process."""
+"""Every launch file trains every method to DDP's losses and weights, and DDP to those of one process."""
 
 from __future__ import annotations
 
 import parity
 import pytest
 
-# The same strategies over several machines: one machine's launch of them is among the others.
+# The same strategies on several machines; their single-machine launches are among the others.
 MULTINODE = {"ddp_multinode", "fsdp2_multinode", "zero3_multinode"}
-# What ZeRO-Infinity, ZeRO-2 and ZeRO-3 do too, whose files are among the others; and FSDP2 that keeps its weights
-# after the forward pass, which test_fsdp_memory.py trains.
+# Strategies that ZeRO-Infinity, ZeRO-2 and ZeRO-3 cover too, whose files are among the others; and FSDP2 that keeps
+# its weights after the forward pass, which test_fsdp_memory.py trains.
 LONG = {*MULTINODE, "zero3_offload", "zero2_offload", "zero2_tuned", "zero3_tuned", "fsdp2_grad_op"}
 NAMES = [
     pytest.param(name, marks=[pytest.mark.soak] if name in LONG else [])

@@ -1,4 +1,4 @@
-"""Models trained in pipeline stages end where one process does, and are saved as plain models."""
+"""Models trained in pipeline stages end up where a single process does, and are saved as plain models."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ def test_the_measured_bubble_is_the_formulas(cases):
     for name in ("bubble_gpipe", "bubble_1f1b"):
         case = cases[name]
         assert case["predicted"] == pytest.approx(3 / 7)
-        # What else runs on the machine can only make ranks wait longer: the least of a few steps is its own.
+        # Other load on the machine can only make ranks wait longer: the minimum of a few steps is the pipeline's own.
         assert case["least"] == pytest.approx(case["predicted"], rel=0.15), name

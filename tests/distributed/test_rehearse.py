@@ -1,4 +1,4 @@
-"""`accel-scale rehearse` on real launches: one that works, and one that does not."""
+"""`accel-scale rehearse` on real launches: some that work, and some that do not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def real_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A configuration alone, of a model that nobody could load here: 8 billion parameters."""
+    """Only the configuration of an 8-billion-parameter model that could not be loaded here."""
     folder = tmp_path_factory.mktemp("qwen3-8b")
     Qwen3Config(
         hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8
@@ -28,7 +28,7 @@ def real_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def results(printed: str) -> dict[str, str]:
-    """Check → result, from the printed table."""
+    """Map each check to its result, from the printed table."""
     return dict(re.findall(r"^│(\w+) +│ (\w+|–) +│", printed, re.MULTILINE))
 
 
@@ -63,7 +63,7 @@ def test_fsdp2_lora_passes(real_model: str, tmp_path: Path, capsys: pytest.Captu
 def test_pretraining_passes(
     name: str, num_processes: int, sharing: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A Llama of 1.3 billion parameters from nothing, on text that is elsewhere."""
+    """A Llama of 1.3 billion parameters trained from scratch, on text that is on another machine."""
     launch = ["--config_file", str(REPOSITORY / "accelerate_configs" / f"{name}.yaml"), "--keep", str(tmp_path)]
     recipe = str(REPOSITORY / "recipes" / "pretrain.py")
     flags = [
@@ -92,7 +92,7 @@ def test_pretraining_passes(
 def test_pretraining_of_adapters_passes_with_a_sample(
     real_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """PEFT generates past the hooks that gather embedding, last norm and head. Resumed dropout goes on as it was."""
+    """PEFT generates past the hooks that gather embedding, last norm and head. Resumed dropout continues unchanged."""
     launch = ["--config_file", str(REPOSITORY / "accelerate_configs" / "fsdp2.yaml"), "--keep", str(tmp_path)]
     flags = ["--model_name_or_path", real_model, "--data", "nobody/has-this", "--method", "lora"]
     flags += ["--lora_dropout", "0.5", "--learning_rate", "1e-2"]
@@ -104,7 +104,7 @@ def test_pretraining_of_adapters_passes_with_a_sample(
 
 
 def test_a_launch_that_fails_says_why(real_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows longer than the model's positions, which the recipe refuses."""
+    """The rows are longer than the model's positions, which the recipe refuses."""
     short = shutil.copytree(real_model, tmp_path / "short")
     config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
@@ -143,7 +143,7 @@ trainer.save_model()
 
 
 def test_a_third_recipe_passes(real_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """DPO in sixty lines, in a folder that the package knows nothing of, on the flags that its `RECIPE` declares."""
+    """DPO in sixty lines, in a folder unknown to the package, with the flags that its `RECIPE` declares."""
     script = tmp_path / "dpo.py"
     shutil.copyfile(REPOSITORY / "tests" / "recipes" / "third_recipe.py", script)
     launch = ["--config_file", str(REPOSITORY / "accelerate_configs" / "ddp.yaml"), "--keep", str(tmp_path / "kept")]
@@ -161,7 +161,7 @@ def test_a_third_recipe_passes(real_model: str, tmp_path: Path, capsys: pytest.C
 def test_a_script_of_ones_own_is_rehearsed_as_it_is(
     real_model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It imports nothing of this project; alone, its two processes would train apart."""
+    """The script imports nothing of this project; left alone, its two processes would train separately."""
     script = tmp_path / "train.py"
     script.write_text(OWN_SCRIPT)
     launch = ["--config_file", str(REPOSITORY / "accelerate_configs" / "ddp.yaml")]

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 pytestmark = pytest.mark.slow
 
 METHODS = ("full", "lora", "qlora")
-# Launch file and what is changed in it, for every way the libraries write a checkpoint.
+# Launch file and changes to it, for every way in which the libraries write a checkpoint.
 VARIANTS = {
     "ddp": ("ddp", []),
     "fsdp2": ("fsdp2", []),
@@ -25,14 +25,14 @@ VARIANTS = {
     "zero3": ("zero3", []),
     "zero3 without gathering": ("zero3", ["--zero3_save_16bit_model", "false"]),
 }
-# Whole tensors on every rank are the easy case, and ZeRO-3's formats the harder ones of ZeRO's.
+# Whole tensors on every rank are the easy case, and ZeRO-3's formats are the harder ones among ZeRO's.
 LONG = ("ddp", "zero2", "zero3 without gathering")
 CHOSEN = [pytest.param(name, marks=[pytest.mark.soak] if name in LONG else []) for name in VARIANTS]
 
 
 @functools.cache
 def outcome(variant: str) -> tuple[Path, dict[str, dict]]:
-    """One launch of `variant`: the folder of its runs, and what each method reported."""
+    """One launch of `variant`: the folder of its runs, and the report of each method."""
     name, changes = VARIANTS[variant]
     folder = Path(tempfile.mkdtemp(prefix="saving-"))
     runs = [
@@ -71,7 +71,7 @@ def test_first_checkpoint_is_read_back_exactly(variant):
             continue
         assert found["max_abs_diff"] == 0.0
         assert report["last"] == {**found, "seconds": report["last"]["seconds"]}
-        # Formats gathered from shards store the tied embedding under both of its names.
+        # Formats gathered from shards store the tied embedding under both names.
         assert found["num_tensors"] in ((47, 48) if method == "full" else (20,)), method
         expected = "model.safetensors" if method == "full" else "adapter_model.safetensors"
         assert found["source"] == ("pytorch_model_fsdp_0" if variant == "fsdp2 sharded" else expected)

@@ -1,4 +1,4 @@
-"""Two processes that share each row train as one process does, and documents stay apart across the cut."""
+"""Two processes that share each row train like one process, and documents stay apart across the cut."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_losses_and_weights_are_those_of_one_process(pair):
     assert len(trained) == 17
     for name, case in trained.items():
         assert case["learned"] > 0.1, name
-        # bf16 rounds sums over a part and over the whole row differently; Adam's first steps scale that up.
+        # bf16 rounds sums over a part and over the whole row differently, which Adam's first steps amplify.
         assert case["loss"] < (1e-3 if "bf16" in name else 1e-6), name
         assert case["weights"] < (5e-2 if "bf16" in name else 1e-4), name
 
@@ -39,7 +39,7 @@ def test_documents_stay_apart_across_the_cut(pair):
     case = pair["isolation"]
     assert case["cut"] == pytest.approx(case["whole"], rel=1e-6)
     assert case["other_documents_changed"] == case["cut"]
-    # What belongs to the document does count, on whichever part it lies; so does isolation, and so does the shift.
+    # Tokens of the document do count, on whichever part they lie, and so do isolation and the shift.
     for name in ("beginning_changed", "not_isolated", "shifted_after_the_cut"):
         assert abs(case[name] - case["cut"]) > 1e-3 * case["cut"], name
 
@@ -56,7 +56,7 @@ LLAMA = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 96,
     "num_key_value_heads": 2, "intermediate_size": 96, "tie_word_embeddings": False,
 }  # fmt: skip
-# What `sequence_parallel_run.py` trains: configuration, precision, checkpointing.
+# Cases of `sequence_parallel_run.py`: configuration, precision, checkpointing.
 SENDERS = {
     "llama": (LLAMA, "fp32", "none"),
     "llama, packed, bf16": (LLAMA, "bf16", "full"),

@@ -1,4 +1,4 @@
-"""recipes/sft.py on two processes: adapters go on bit for bit, and what has no label is refused on every rank."""
+"""recipes/sft.py on two processes: adapters resume bit for bit, and rows without labels are refused on every rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NO_LABEL = "cut to 64 tokens, has a token that the loss is taken on."
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Good rows, rows of which nine in ten have no label, and rows without any."""
+    """Good rows, rows of which nine in ten have no label, and rows without any label."""
     sys.path.insert(0, str(REPOSITORY / "benchmarks"))
     from sft_soak import make_inputs
 
@@ -39,13 +39,13 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def launch(name: str, folder: Path, runs: dict[str, list[str]], *, ranks: int = 2) -> dict[str, list[str]]:
-    """What every rank has said in each of `runs`, which one launch makes one after the other."""
+    """Output of every rank in each of `runs`, which one launch makes one after the other."""
     listed = [{"recipe": RECIPE, "argv": argv, "log": str(folder / f"{key}.log")} for key, argv in runs.items()]
     (folder / "runs.json").write_text(json.dumps(listed))
     (command,) = parity.launch_commands(name, folder)
     forked = str(Path(__file__).with_name("run_recipe_forked.py"))
     launched = [*command, "--num_processes", str(ranks), forked, str(folder / "runs.json")]
-    subprocess.run(launched, cwd=REPOSITORY, capture_output=True, timeout=500)  # some of them are to fail
+    subprocess.run(launched, cwd=REPOSITORY, capture_output=True, timeout=500)  # some runs are expected to fail
     return {key: [(folder / f"{key}.log.{rank}").read_text(errors="replace") for rank in range(ranks)] for key in runs}
 
 
@@ -67,7 +67,7 @@ def test_adapters_go_on_and_rows_without_labels(inputs: Path, tmp_path: Path, na
     lora = ("--method", "lora", "--lora_r", "4")
     checkpoint = tmp_path / "whole" / "checkpoint-3"
     onwards = ("--resume_from_checkpoint", str(checkpoint), *lora)
-    without_dropout = (*onwards, "--lora_dropout", "0", "--allow_changed_settings")  # its masks are each rank's own
+    without_dropout = (*onwards, "--lora_dropout", "0", "--allow_changed_settings")  # masks differ between ranks
     said = launch(
         name, tmp_path, {
             "whole": flags("whole", "rows.jsonl", *lora),
@@ -85,7 +85,7 @@ def test_adapters_go_on_and_rows_without_labels(inputs: Path, tmp_path: Path, na
     assert first.keys() == second.keys()
     assert all(torch.equal(first[key], second[key]) for key in first)
 
-    # Most steps have labels on no rank or on one of them.
+    # In most steps no rank or only one has labels.
     seen = losses(tmp_path / "sparse")
     assert len(seen) == 12, said["sparse"]
     assert 0 < sum(loss > 0 for loss in seen.values()) < 12
@@ -95,7 +95,7 @@ def test_adapters_go_on_and_rows_without_labels(inputs: Path, tmp_path: Path, na
         assert all("Traceback" not in text for text in said[key]), said[key]
         assert not (tmp_path / key / "model.safetensors").exists()
 
-    # Half of the ranks, the same global batch.
+    # Half as many ranks, the same global batch.
     launch(name, tmp_path, {"one": flags("one", "rows.jsonl", *without_dropout)}, ranks=1)
     expected = losses(tmp_path / "plain")
     assert losses(tmp_path / "one") == {step: pytest.approx(expected[step], rel=1e-6) for step in (4, 5, 6)}

@@ -1,4 +1,4 @@
-"""recipes/sft.py on two processes: a signal saves, the same command goes on, bit for bit; no hostile pickle runs."""
+"""recipes/sft.py on two processes: a signal saves, the same command resumes bit for bit; hostile pickles never run."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_signal_and_the_same_command_again_change_nothing(inputs: Path, tmp_pa
     counted = [json.loads((folder / "run_summary.json").read_text())["tokens"] for folder in (whole, parts)]
     assert counted[0] == counted[1]
 
-    # Half of the ranks, the same global batch.
+    # Half as many ranks, the same global batch.
     assert start(name, inputs, tmp_path / "one", "--resume_from_checkpoint", str(kept), ranks=1).wait(400) == 0
     losses = [{line[0]: line[1] for line in logged(folder)} for folder in (whole, tmp_path / "one")]
     for step, loss in losses[1].items():
@@ -90,7 +90,7 @@ def test_a_signal_and_the_same_command_again_change_nothing(inputs: Path, tmp_pa
 
 
 class _Planted:
-    """What a hostile pickle does when it is read."""
+    """An object whose hostile pickle creates a folder when it is read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

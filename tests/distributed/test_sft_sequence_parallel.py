@@ -1,4 +1,4 @@
-"""recipes/sft.py on ranks that share rows trains and evaluates as where each row is on one rank."""
+"""recipes/sft.py on ranks that share rows trains and evaluates as if each row were on one rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ EVALUATED = ("--eval_strategy", "steps", "--eval_steps", "2", "--dataset_test_sp
 
 
 def flags(folder: Path, *, packed: bool, rows: int) -> list[str]:
-    """Of one run with evaluation; `rows` in a micro-batch and in a batch of evaluation."""
+    """Flags of a run with evaluation; `rows` is the size of a micro-batch and half that of an evaluation batch."""
     batch = ("--per_device_train_batch_size", str(rows), "--per_device_eval_batch_size", str(2 * rows))
     return [*parity.recipe_flags("full", folder), *batch, *EVALUATED, "--packing", str(packed).lower()]
 
 
 def launched(name: str, folder: Path, *more: str) -> dict[str, tuple[parity.Result, dict]]:
-    """Padded and packed runs of the launch file `name`, with what they wrote into their summaries."""
+    """Padded and packed runs under the launch file `name`, with their summaries."""
     runs = {
         "padded": [*flags(folder, packed=False, rows=1), *more],
         "packed": [*flags(folder, packed=True, rows=2), *more],
@@ -44,7 +44,7 @@ def test_two_ranks_with_parts_of_rows_are_one_process_with_whole_ones(whole, tmp
         assert difference.loss < 1e-6, run
         assert difference.weight < 1e-4, run
         assert summary["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6), run
-        # Rows are of odd lengths, and what fills them up is no token; tokens are counted once, not by each rank.
+        # Rows have odd lengths, and their padding is not counted; tokens are counted once, not by each rank.
         assert summary["tokens"] == expected["tokens"], run
         assert (summary["sp_size"], summary["settings"]["gradient_accumulation_steps"]) == (
             2,
@@ -53,7 +53,7 @@ def test_two_ranks_with_parts_of_rows_are_one_process_with_whole_ones(whole, tmp
 
 
 def test_a_trainer_of_ones_own() -> None:
-    """Two groups of two ranks against four: trained alike, and in evaluation each row counts once, every time."""
+    """Two groups of two ranks against four: the same training, and each row counts once in every evaluation."""
     found = torchrun.cases("sequence_trainer_run.py", 4)["runs"]
     for attention in ("sdpa", "eager"):
         parts, whole = found[attention]["parts"], found[attention]["whole"]
@@ -62,6 +62,6 @@ def test_a_trainer_of_ones_own() -> None:
         assert parts["losses"] == pytest.approx(whole["losses"], rel=1e-6), attention
         assert len(whole["evaluated"]) == 2
         assert parts["evaluated"] == pytest.approx(whole["evaluated"], rel=1e-6), attention
-        # A mean over batches of all ranks, as TRL's: rows that fill the last one up count as well.
+        # A mean over batches of all ranks, as in TRL: rows that fill up the last batch count as well.
         assert parts["accuracy"] == pytest.approx(whole["accuracy"], rel=0.03), attention
         assert parts["tokens"] == whole["tokens"], attention

@@ -1,4 +1,4 @@
-"""A signal to the launcher of recipes/sft.py: a checkpoint, and no process is left, under every strategy."""
+"""A signal to the launcher of recipes/sft.py leaves a checkpoint and no process, under every strategy."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import pytest
 
 from accel_scale.training.checkpoints.folders import list_checkpoints
 
-WARM_PYTHON = False  # who is whose parent is the subject
+WARM_PYTHON = False  # these tests are about which process is whose parent
 pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RANKS = {"single": 1, "ddp": 2, "fsdp2": 2, "zero2": 2, "zero3": 2}
-# What ends a job, what a terminal sends, and what nobody can handle.
+# The signals that end a job, that a terminal sends, and that cannot be handled.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 SHORT = [("single", signal.SIGTERM), ("fsdp2", signal.SIGTERM)]
 LONG = [(name, number) for name in RANKS for number in SIGNALS if (name, number) not in SHORT]
-# After the launcher's end, on a machine that does nothing else.
+# After the launcher's end, on an otherwise idle machine.
 SECONDS_LEFT = 5.0
 
 
@@ -79,7 +79,7 @@ def test_a_signal_to_the_launcher(inputs: Path, tmp_path: Path, name: str, numbe
         assert line in said
         assert '<span class="state stopped">' in (out / "report.html").read_text()
         deadline = time.monotonic() + SECONDS_LEFT * others
-        while not said.rstrip().endswith(line) and time.monotonic() < deadline:  # said again after the launcher's end
+        while not said.rstrip().endswith(line) and time.monotonic() < deadline:  # repeated after the launcher's end
             time.sleep(0.1)
             said = log_of(out).read_text(errors="replace")
         assert said.rstrip().endswith(line) or number == signal.SIGKILL  # torch warns that the store is gone

@@ -1,4 +1,4 @@
-"""Processes that share each matrix product train as one process does, and leave a plain model behind."""
+"""Processes that share each matrix product train like one process, and leave a plain model behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_losses_norms_and_weights_are_those_of_one_process(pair):
     trained = {name: case for name, case in pair.items() if "weights" in case}
     assert len(trained) == 9
     for name, case in trained.items():
-        # bf16 rounds sums of other lengths differently; Adam's first steps divide such noise by itself.
+        # bf16 rounds sums of different lengths differently; Adam's first steps divide such noise by itself.
         bound = 2e-2 if "bf16" in name else 1e-5
         assert case["learned"] > 0.1, name
         assert case["clipped"] > 0.5, name
@@ -49,7 +49,7 @@ def test_ranks_hold_half_of_the_model_and_tied_weights_once(pair):
 def test_a_layer_sums_hidden_states_twice_in_each_direction(pair):
     assert pair["traffic of llama"] == {"calls": 4, "hidden_states": 4.0, "calls_beside_layers": 3}
     assert pair["traffic of gpt2"] == {"calls": 4, "hidden_states": 4.0, "calls_beside_layers": 3}
-    # And the gradients of the two norms on heads, 16 numbers each.
+    # Plus the gradients of the two norms on heads, 16 numbers each.
     assert pair["traffic of qwen3"] == pytest.approx(
         {"calls": 6, "hidden_states": 4.0, "calls_beside_layers": 3}, rel=0.01
     )

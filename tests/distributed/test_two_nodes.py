@@ -1,4 +1,4 @@
-"""A node is killed and comes back, under the script over SSH: nothing but the steps since the checkpoint is lost."""
+"""Under the SSH script a node is killed and comes back: only the steps since the checkpoint are lost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def transport(tmp_path: Path) -> Path:
-    """Stands for ssh: runs the command line here, whatever the host."""
+    """Stands in for ssh: runs the command line here, whatever the host."""
     path = tmp_path / "transport"
     path.write_text('#!/bin/bash\nshift\nexec bash -c "$*"\n')
     path.chmod(0o755)
@@ -38,7 +38,7 @@ def transport(tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def running(script: Path, transport: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The script, of which nothing is left afterwards."""
+    """Run the script; all of its processes are ended afterwards."""
     environment = {**os.environ, "SSH": str(transport), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with log.open("wb") as output:
         process = subprocess.Popen(["bash", str(script)], stdout=output, stderr=output, env=environment)
@@ -53,7 +53,7 @@ def running(script: Path, transport: Path, log: Path) -> Iterator[subprocess.Pop
 
 
 def node_processes(process: subprocess.Popen[bytes], node: int) -> list[psutil.Process]:
-    """The agent of `node` and what it started."""
+    """The agent of `node` and its descendants."""
     for child in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             words = child.cmdline()
@@ -91,7 +91,7 @@ def test_a_killed_node_comes_back_and_the_run_ends_as_if_nothing_had_been(
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for member in node_processes(process, 1):
                 member.send_signal(number)
-        reference = subprocess.Popen(  # meanwhile: the same ranks on one node, undisturbed
+        reference = subprocess.Popen(  # meanwhile, the same ranks on one node, undisturbed
             [*one_node(nodes), "--output_dir", str(tmp_path / "whole")],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
@@ -104,11 +104,11 @@ def test_a_killed_node_comes_back_and_the_run_ends_as_if_nothing_had_been(
     assert len(resumed) == 1
     assert killed_at - SAVE_STEPS <= resumed[0] <= killed_at + SAVE_STEPS
     assert differences(tmp_path / "whole", nodes.out) == []
-    assert len(metrics(nodes.out)) == STEPS + 1  # one more for the evaluation at the end
+    assert len(metrics(nodes.out)) == STEPS + 1  # one more line for the evaluation at the end
 
 
 def one_node(nodes: TwoNodes) -> list[str]:
-    """The same run as one launch of two processes."""
+    """The command of the same run as one launch of two processes."""
     words = nodes.command(0)
     start = next(i for i, word in enumerate(words) if word.endswith("pretrain.py"))
     config = str(REPOSITORY / "accelerate_configs" / "ddp.yaml")
@@ -119,7 +119,7 @@ def one_node(nodes: TwoNodes) -> list[str]:
 
 
 def test_the_first_failing_node_ends_the_others_and_its_status_is_the_scripts(tmp_path: Path, transport: Path) -> None:
-    # A stand-in for the launcher: the node of rank 1 fails, the other one would run for a minute.
+    # A stand-in for the launcher: the node of rank 1 fails, while the other one would run for a minute.
     launcher = tmp_path / "bin" / "accelerate"
     launcher.parent.mkdir()
     launcher.write_text(
@@ -140,8 +140,8 @@ def test_the_first_failing_node_ends_the_others_and_its_status_is_the_scripts(tm
     assert time.monotonic() - started < 20
     assert (tmp_path / "asked").exists()
     assert "[node1] saved" in lines
-    assert lines.count("[node2] started 1 at node1:29500") == 2  # once, and once more: --node_restarts 1
-    # Interrupted by a signal, or by the death of the script itself: agents are asked to save.
+    assert lines.count("[node2] started 1 at node1:29500") == 2  # one start and one restart: --node_restarts 1
+    # When a signal or the death of the script interrupts the run, agents are asked to save.
     for number, expected in ((signal.SIGTERM, 130), (signal.SIGKILL, -9)):
         (tmp_path / "asked").unlink()
         launcher.write_text(launcher.read_text().replace("sleep 0.3; exit 7", "exec sleep 60"))

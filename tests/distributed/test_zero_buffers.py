@@ -1,4 +1,4 @@
-"""What the planner says of DeepSpeed's buffers against the tensors of two real processes, key by key."""
+"""The planner's DeepSpeed buffers against the tensors of two real processes, key by key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPE = {
     "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 8,
     "num_key_value_heads": 4, "vocab_size": 2048,
 }  # fmt: skip
-# Query, key, value and output matrices and norms of six layers are below the usual 100,000 elements.
+# Query, key, value and output matrices and norms of six layers are below the default of 100,000 elements.
 SMALL_PARAMS = 6 * (2 * 256 * 256 + 2 * 256 * 128 + 2 * 256) + 256
 LARGE, MIDDLE, SMALL = ({"reduce_bucket_size": size} for size in (8_000_000, 2_000_000, 200_000))
 FEW_LIVE = {
@@ -58,7 +58,7 @@ def predicted(name: str) -> MemoryEstimate:
 
 
 def rest_of(name: str) -> float:
-    """Between steps: states, and under ZeRO-3 the buffers that it has made once for all."""
+    """Bytes between steps: states, and under ZeRO-3 the buffers that are allocated once."""
     stage, keys = CASES[name]
     states = predicted(name).states
     rest = states.weight_bytes + states.master_bytes + states.optimizer_bytes
@@ -74,7 +74,7 @@ def test_passes_and_step_are_predicted_within_8_percent_of_the_peak(measured, na
     phases = {phase.name: phase.total_bytes for phase in estimate.phases}
     passes = max(size for phase, size in phases.items() if "backward" in phase or "forward" in phase)
     assert passes == pytest.approx(rest + real["passes"], rel=0.08)
-    if not name.startswith("zero1"):  # whose whole gradients are gone when it steps
+    if not name.startswith("zero1"):  # its whole gradients are freed before the step
         assert phases["optimizer step"] == pytest.approx(rest + real["step"], rel=0.08)
 
 
@@ -84,7 +84,7 @@ def test_each_key_adds_what_its_buffer_holds(measured):
 
     assert added("passes", "zero2 overlapped", "zero2 alone") == pytest.approx(2 * 2_000_000, rel=1e-3)
     assert added("passes", "zero2 scattered", "zero2 alone") == pytest.approx(0, abs=100_000)
-    # ZeRO-3's is whole from the start.
+    # ZeRO-3's buffer is whole from the start.
     assert added("rest", "zero3 large", "zero3 small") == pytest.approx(2 * 7_800_000, rel=1e-3)
     assert added("rest", "zero3 small", "zero3 all split") == pytest.approx(2 * SMALL_PARAMS, rel=1e-3)
     assert measured["zero3 groups"]["step"] < 0.2 * measured["zero3 small"]["step"]

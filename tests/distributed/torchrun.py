@@ -1,4 +1,4 @@
-"""Starts a script on several CPU processes by torchrun, and says what it wrote or why it failed."""
+"""Runs a script on several CPU processes under torchrun, and returns its output or fails with its errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def torchrun(
     env: Mapping[str, str] | None = None,
     timeout: float = 600,
 ) -> str:
-    """What ``script``, a file beside this one, printed on `num_processes` processes; fails with what they said."""
+    """The output of ``script``, a file in this folder, on `num_processes` processes; fails with their errors."""
     launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_processes}", "--standalone"]
     command = [*launch, str(Path(__file__).with_name(script)), *arguments]
     plain = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONFAULTHANDLER": "1"}
@@ -33,7 +33,7 @@ def torchrun(
 def cases(
     script: str, num_processes: int, *arguments: str, env: Mapping[str, str] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """The lines of JSON that `script` printed, by their ``case``."""
+    """The JSON lines that `script` printed, by their ``case``."""
     output = torchrun(script, num_processes, *arguments, env=env)
     lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"')]
     return {line.pop("case"): line for line in lines}

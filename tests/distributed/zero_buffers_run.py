@@ -23,11 +23,11 @@ from accel_scale.measuring.storages import StorageTracker
 
 
 def beside(all_reduce: Callable[..., None]) -> Callable[..., None]:
-    """`all_reduce` on a copy that no tracker sees.
+    """`all_reduce` on a copy that the tracker does not see.
 
-    gloo's thread lets go of memory at a time of its own, after the caller has gone on. Where the thread waits for a
-    processor, the copy that DeepSpeed reduced a bucket in would be counted beside the copy of the next bucket.
-    DeepSpeed keeps one such copy: on processors it reduces one bucket after the other, with `overlap_comm` too.
+    gloo's thread frees memory at its own time, after the caller has gone on. While the thread waits for a CPU, the
+    copy in which DeepSpeed reduced a bucket would be counted in addition to the copy of the next bucket.
+    DeepSpeed keeps one such copy: on CPUs it reduces one bucket after the other, even with `overlap_comm`.
     """
 
     def reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -40,7 +40,7 @@ def beside(all_reduce: Callable[..., None]) -> Callable[..., None]:
 
 
 def measured(shape: dict[str, int], stage: int, keys: dict[str, Any]) -> dict[str, int]:
-    """Bytes between steps, and what the passes and the optimizer step of the third one add at their highest."""
+    """Bytes between steps, and the peaks that the passes and the optimizer step of the third step add."""
     torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": 1,

@@ -1,4 +1,4 @@
-"""The recipe and the packed attention on a real GPU; skipped without CUDA."""
+"""The SFT recipe and packed attention on a real GPU; skipped without CUDA."""
 
 from __future__ import annotations
 

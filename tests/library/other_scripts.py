@@ -1,7 +1,7 @@
-"""Training scripts of the kinds other people write, as short as they can be: run here, or under `accelerate launch`.
+"""Training scripts of the kinds that other people write, as short as possible: run here, or under `accelerate launch`.
 
-Each function is a script: what it makes and passes is what such scripts make and pass, and `scale` is the one thing
-added to it. It returns its trainer, or for a plain loop a namespace with what it made.
+Each function is a script: it makes and passes what such scripts make and pass, and `scale` is the only addition.
+It returns its trainer or, for a plain loop, a namespace with the objects it made.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUM_ROWS = 16
 
 
 def make_model(folder: Path) -> Path:
-    """A tiny Llama with the embedded tokenizer, as `from_pretrained` reads it."""
+    """Save a tiny Llama with the embedded tokenizer, for `from_pretrained`."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -135,11 +135,11 @@ def rloo(scale: ScalePlugin, model: Path, out: Path, **own: Any) -> Any:
 
 
 def trainer(scale: ScalePlugin, model: Path, out: Path, *, by: str = "args", **own: Any) -> Any:
-    """HF's `Trainer`.
+    """A script with HF's `Trainer`.
 
     Args:
-        by: Where model and optimizer come from: ``args``, ``optimizers`` (a head alone is trained, with a schedule),
-            ``model_init``, or ``override``: of `create_optimizer`, with rates that fall from layer to layer.
+        by: Where model and optimizer come from: ``args``, ``optimizers`` (trains a head alone, with a schedule),
+            ``model_init``, or ``override`` (of `create_optimizer`, with rates that fall from layer to layer).
     """
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, get_scheduler
 
@@ -168,7 +168,7 @@ def trainer(scale: ScalePlugin, model: Path, out: Path, *, by: str = "args", **o
 
 
 def loop(scale: ScalePlugin, model: Path, out: Path, **own: Any) -> Any:
-    """A head is fine-tuned in a plain loop in the style of accelerate's examples, with a warm-up."""
+    """Fine-tunes a head in a plain loop in the style of accelerate's examples, with a warm-up."""
     from transformers import AutoModelForCausalLM, get_scheduler
 
     accelerator = scale.accelerator(**own)
@@ -193,7 +193,7 @@ def loop(scale: ScalePlugin, model: Path, out: Path, **own: Any) -> Any:
 
 
 def gan(scale: ScalePlugin, model: Path, out: Path, **own: Any) -> Any:
-    """Two models and two optimizers, as where one of them judges the other."""
+    """Two models and two optimizers, as where one model judges the other."""
     accelerator = scale.accelerator(**own)
     torch.manual_seed(0)
     maker, judge = torch.nn.Linear(8, 8), torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 1))
@@ -226,7 +226,7 @@ KINDS: dict[str, Callable[..., Any]] = {
 
 
 def facts(run: Any) -> dict[str, Any]:
-    """What a run has done, as JSON can say it."""
+    """The facts about a finished run, as JSON values."""
     accelerator, optimizer = run.accelerator, getattr(run, "optimizer", None)
     found: dict[str, Any] = {
         "distributed_type": accelerator.distributed_type.value,
@@ -234,7 +234,7 @@ def facts(run: Any) -> dict[str, Any]:
         "mixed_precision": accelerator.mixed_precision,
     }
     inner = getattr(optimizer, "optimizer", optimizer)
-    inner = getattr(inner, "optimizer", inner)  # DeepSpeed's wraps once more
+    inner = getattr(inner, "optimizer", inner)  # DeepSpeed wraps once more
     if inner is not None:
         found["optimizer"] = type(inner).__name__
         found["betas"] = [list(group["betas"]) for group in inner.param_groups if "betas" in group]
@@ -254,7 +254,7 @@ def facts(run: Any) -> dict[str, Any]:
 def main() -> None:
     """``other_scripts.py FOLDER JSON``: each kind in turn, with its plugin's fields and its script's own settings."""
     folder, plan = Path(sys.argv[1]), json.loads(sys.argv[2])
-    # All plugins are made first, as a script makes its one, before anything looks for other processes.
+    # All plugins are made first, as a script makes its own one, before anything looks for other processes.
     plugins = [(kind, ScalePlugin(**_with_adapter(fields)), own) for kind, fields, own in plan]
     seen = {}
     for kind, scale, own in plugins:

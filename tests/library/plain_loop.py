@@ -1,4 +1,4 @@
-"""An ordinary training loop on Accelerate."""
+"""An ordinary training loop with Accelerate."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""An ordinary training script on the Hugging Face Trainer."""
+"""An ordinary training script with the Hugging Face Trainer."""
 
 import argparse
 import json

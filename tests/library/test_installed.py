@@ -1,4 +1,4 @@
-"""What somebody has who installed the wheel and has no checkout: recipes, launch files, and commands that use them."""
+"""What an installed wheel provides without a checkout: recipes, launch files, and commands that use them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ import pytest
 from accel_scale.data.default import default_data_paths, default_model_path
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-WARM_PYTHON = False  # which has imported the checkout
+WARM_PYTHON = False  # that process has already imported the checkout
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class Installed:
-    """A wheel's content in a folder, used from an empty one."""
+    """The content of a wheel in a folder, used from an empty working folder."""
 
     def __init__(self, folder: Path, work: Path) -> None:
         self.folder, self.work = folder, work
 
     def __call__(self, line: str, *, status: int = 0) -> subprocess.CompletedProcess[str]:
-        """Run ``accel-scale …``, with the installed package before all others."""
+        """Run ``accel-scale …`` with the installed package ahead of all others."""
         words = [sys.executable, "-m", "accel_scale.cli.main", *shlex.split(line)]
         path = {"PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Other people's kinds of scripts with a `ScalePlugin`, and what the plugin does in each of them."""
+"""Scripts of the kinds other people write with a `ScalePlugin`, and what the plugin does in each of them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def held(optimizer: Any) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TRL)
 def test_trl_trainers_as_they_come(kind, model, tmp_path):
-    """bf16 is their default, and here is no GPU; GRPO and RLOO hand lists of rows to the training step."""
+    """Their default is bf16, and there is no GPU here; GRPO and RLOO pass lists of rows to the training step."""
     scale = ScalePlugin(optimizer="adamw_torch_foreach", lr_schedule="wsd", checkpointing_policy="full")
     trainer = KINDS[kind](scale, model, tmp_path)
     assert trainer.args.bf16
@@ -58,7 +58,7 @@ def groups(optimizer: Any, *names: str) -> list[tuple[Any, ...]]:
 
 @pytest.mark.slow
 def test_a_head_in_a_loop_stays_a_head_and_keeps_its_warmup(model, tmp_path):
-    """Only the optimizer is replaced: what it trains, its betas and the schedule are the script's."""
+    """Only the optimizer is replaced; the trained weights, betas and schedule are the script's."""
     plain = KINDS["loop"](ScalePlugin(), model, tmp_path / "plain", cpu=True)
     run = KINDS["loop"](ScalePlugin(optimizer="adamw_bnb_8bit"), model, tmp_path / "scaled", cpu=True)
     assert type(run.optimizer.optimizer).__module__.startswith("bitsandbytes")
@@ -80,7 +80,7 @@ def test_two_optimizers_each_get_their_own(model, tmp_path):
             map(id, module.parameters())
         )
         assert groups(optimizer, "lr") == [(rate,)]
-    assert run.accelerator.first_verification.num_tensors == 2 + 4  # of both
+    assert run.accelerator.first_verification.num_tensors == 2 + 4  # of both models
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def test_hf_trainer_with_its_own_model_or_optimizer(by, model, tmp_path):
         assert groups(run.optimizer, "betas", "initial_lr") == [((0.8, 0.9), 1e-3), ((0.8, 0.9), 5e-4)]
     else:
         assert held(run.optimizer) == trainable(run.model)
-        run.train()  # from the beginning, with another model
+        run.train()  # starts over, with another model
         assert all(layer.gradient_checkpointing for layer in run.model.model.layers)
     assert (tmp_path / "checkpoint-2" / "model.safetensors").is_file()
 
@@ -119,7 +119,7 @@ def test_the_schedule_of_given_optimizers_is_replaced_where_asked(model, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dpo", "kto", "grpo"])
 def test_an_adapter_needs_no_second_model(kind, model, tmp_path):
-    """The adapter's base, without it, is the reference model."""
+    """The adapter's base, without the adapter, is the reference model."""
     scale = ScalePlugin(adapter=LoraConfig(r=2, target_modules=["q_proj"]), global_batch_size=4)
     own = {"beta": 0.1} if kind == "grpo" else {}
     run = KINDS[kind](scale, model, tmp_path, **own)

@@ -1,4 +1,4 @@
-"""Other people's kinds of scripts on two processes: under each GPU launch file one launch, of several kinds."""
+"""Scripts of the kinds other people write on two processes: one launch of several kinds under each GPU launch file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLANS: dict[str, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {
         ("trainer", {"optimizer": "adamw_bnb_8bit"}, {"by": "optimizers"}),
         ("loop", {"optimizer": "adamw_bnb_8bit", "global_batch_size": 8}, {}),
     ],
-    # What a user tries who was told to use the CPU; the device is said in another way too.
+    # What users try who were told to use the CPU; the device is also given in another way.
     "fsdp2": [
         ("dpo", {**REPLACED, "adapter": 2}, {"use_cpu": True, "ddp_backend": "nccl"}),
         ("rloo", {"lr_schedule": "wsd"}, {"tf32": True}),
@@ -60,8 +60,8 @@ def test_two_processes(strategy, tmp_path):
         if fields.get("optimizer", "").startswith("adamw"):
             assert seen["optimizer"] == "AdamW", kind
         if kind == "loop":
-            # The script's warm-up over the new optimizer, with the script's betas; a step of several micro-batches
-            # holds the rate.
+            # The script's warm-up and betas, applied to the new optimizer; a step of several micro-batches holds
+            # the rate.
             held = 2 if "global_batch_size" in fields else 1
             rates = seen["rates"][::held][:3]
             assert rates == pytest.approx([0.0, 0.5e-3, 1e-3][: len(rates)])

@@ -1,4 +1,4 @@
-"""The library in other people's scripts: the patches of docs/library.md applied to ordinary ones, and what they do."""
+"""The library in other people's scripts: the patches of docs/library.md applied to ordinary scripts, and effects."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def inputs(tmp_path_factory):
 
 
 def patched(name: str, folder: Path) -> Path:
-    """`name` with its patch applied, by the ordinary tool."""
+    """`name` with its patch applied, by the ordinary `patch` tool."""
     script = folder / f"{name}.py"
     shutil.copy(HERE / f"{name}.py", script)
     subprocess.run(["patch", "--quiet", script, HERE / f"{name}.patch"], check=True)
@@ -46,7 +46,7 @@ def patched(name: str, folder: Path) -> Path:
 
 
 def run(script: Path, inputs: Path, output_dir: Path):
-    """`main()` of a script in this process; returns what it returns and the bytes kept for the backward passes."""
+    """Run `main()` of a script in this process; returns its result and the bytes kept for the backward passes."""
     AcceleratorState._reset_state(reset_partial_state=True)
     spec = importlib.util.spec_from_file_location(script.stem, script)
     module = importlib.util.module_from_spec(spec)
@@ -66,7 +66,7 @@ def run(script: Path, inputs: Path, output_dir: Path):
 
 @pytest.fixture(scope="module")
 def runs(inputs, tmp_path_factory):
-    """Each script as it is and patched, run once in this process."""
+    """Each script unpatched and patched, run once in this process."""
     folder = tmp_path_factory.mktemp("runs")
     done = {}
     for name in SCRIPTS:
@@ -138,7 +138,7 @@ def test_trainer_optimizer_schedule_accumulation_and_memory(runs):
 
 
 def launch(strategy: str, script: Path, inputs: Path, output_dir: Path, *, global_batch_size: int) -> str:
-    """Run a script under a launch file of the project, as it is but for the precision; returns what it printed."""
+    """Run a script under a launch file of the project, changing only the precision; returns its output."""
     config = HERE.parents[1] / "accelerate_configs" / f"{strategy}.yaml"
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
     command += ["--mixed_precision", "no", "--main_process_port", "0", str(script)]
@@ -155,9 +155,9 @@ def launch(strategy: str, script: Path, inputs: Path, output_dir: Path, *, globa
 
 @pytest.mark.slow
 def test_patched_loop_gives_the_same_losses_sharded(inputs, tmp_path):
-    """Under FSDP2 and ZeRO-3, two micro-batches accumulated; what was saved is read back before it appears."""
+    """Under FSDP2 and ZeRO-3 with two accumulated micro-batches; saved files are read back before they appear."""
     script = patched("plain_loop", tmp_path)
-    # Adafactor cannot step sharded tensors, and is refused.
+    # Adafactor cannot step sharded tensors and is refused.
     script.write_text(script.read_text().replace("adafactor", "adamw_torch_foreach"))
     losses = {}
     for strategy in ("fsdp2", "zero3"):
@@ -173,7 +173,7 @@ def test_patched_loop_gives_the_same_losses_sharded(inputs, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_patched_script_on_two_processes_equals_one(name, inputs, runs, tmp_path):
-    """A GPU launch file on two CPU processes: the plugin rehearses it, and halves what is accumulated."""
+    """A GPU launch file on two CPU processes: the plugin rehearses the launch, and halves the accumulation."""
     _, done = runs
     script = patched(name, tmp_path)
     output_dir = tmp_path / "out"
@@ -185,7 +185,7 @@ def test_patched_script_on_two_processes_equals_one(name, inputs, runs, tmp_path
         assert [rate for _, rate in history] == pytest.approx([wsd(step, 8) for step in range(4)])
         rows = torch.tensor(json.loads((inputs / "rows.json").read_text())[: 2 * MICRO_BATCH])
         loss = AutoModelForCausalLM.from_pretrained(inputs / "model")(input_ids=rows, labels=rows).loss.item()
-        assert history[0][0] == pytest.approx(loss, rel=1e-5)  # the first global batch, over both ranks
+        assert history[0][0] == pytest.approx(loss, rel=1e-5)  # the first global batch, across both ranks
         return
     state = json.loads((output_dir / "checkpoint-4" / "trainer_state.json").read_text())
     scaled, _ = done["plain_trainer", "scaled"]

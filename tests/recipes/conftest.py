@@ -1,4 +1,4 @@
-"""The recipe run in this process on a real 260K-parameter model, with its summary as the result."""
+"""Runs the recipe in this process on a real 260K-parameter model and returns its summary."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Recipe = Callable[..., dict[str, Any]]
 def process_as_found() -> Iterator[None]:
     """Undoes what a finished recipe leaves behind: quieter loggers, Accelerate's state, bitsandbytes' table.
 
-    Accelerate refuses another precision in one process. The table of 32-bit parameters goes by position and by
-    ``id()``, so it would reach optimizers of models made later.
+    Accelerate refuses a second precision in one process. The table of 32-bit parameters is keyed by position and
+    ``id()``, so it would affect optimizers of models made later.
     """
     levels = {name: logging.getLogger(name).level for name in list(logging.root.manager.loggerDict)}
     yield
@@ -36,7 +36,7 @@ def process_as_found() -> Iterator[None]:
 def sft_module(repository: Path) -> Any:
     spec = importlib.util.spec_from_file_location("recipes_sft", repository / "recipes" / "sft.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
@@ -52,7 +52,7 @@ def pretrain_module(repository: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def small_gsm8k(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The 48 shortest problems: quick, and still of different lengths."""
+    """The 48 shortest problems: quick, but still of different lengths."""
     lines = (shared_data / "gsm8k" / "train.jsonl").read_text().splitlines()
     path = tmp_path_factory.mktemp("data") / "gsm8k.jsonl"
     path.write_text("\n".join(sorted(lines, key=len)[:48]) + "\n")

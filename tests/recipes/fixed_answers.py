@@ -1,4 +1,4 @@
-"""recipes/grpo.py with answers that depend on the prompt and their number alone, so that ranks draw alike."""
+"""recipes/grpo.py with answers that depend only on the prompt and their index, so that all ranks draw the same."""
 
 from __future__ import annotations
 

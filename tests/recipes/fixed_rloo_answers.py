@@ -1,4 +1,4 @@
-"""recipes/rloo.py with the answers of `fixed_answers`, so that ranks draw alike."""
+"""recipes/rloo.py with the answers of `fixed_answers`, so that all ranks draw the same."""
 
 from __future__ import annotations
 

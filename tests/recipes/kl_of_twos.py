@@ -1,4 +1,4 @@
-"""recipes/kto.py whose KL term pairs rows two by two whatever the micro-batch, as two ranks with two rows each do."""
+"""recipes/kto.py with a KL term that pairs rows two by two for any micro-batch, as two ranks with two rows each do."""
 
 from __future__ import annotations
 

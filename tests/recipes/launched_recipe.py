@@ -1,4 +1,4 @@
-"""A recipe launched on CPU processes for a few steps, and what it wrote."""
+"""A recipe launched on CPU processes for a few steps, and its records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 STEPS = 5
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _ALWAYS = ["--max_steps", str(STEPS), "--logging_steps", "1", "--seed", "7", "--per_device_train_batch_size", "2"]
-# One step is recorded; nothing is saved on the way, evaluated or sampled.
+# One step is recorded; nothing is saved along the way, evaluated or sampled.
 OF_RECIPE = {
     "pretrain": "--max_length 64 --save_steps 0 --eval_steps 0 --sample_tokens 0 --profile_steps 1",
     "sft": "--method full --save_strategy no --exact_match_samples 0 --profile_steps 1",
@@ -41,7 +41,7 @@ def launched(
     """Run `recipe`, or a `script` that takes its flags, under the launch file `name` into `folder`."""
     launcher = {"fp32": "no"}.get(precision, precision)
     words = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
-    words += ["--main_process_port", "0"]  # two that start at once would both find the default one free
+    words += ["--main_process_port", "0"]  # two launches at the same time would both find the default port free
     words += ["--mixed_precision", launcher, *launcher_flags]
     words += ["--config_file", f"accelerate_configs/{name}.yaml", script or f"recipes/{recipe}.py"]
     words += ["--output_dir", str(folder)]
@@ -53,13 +53,13 @@ def launched(
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
-    """What was logged of every step."""
+    """The log entries of the training steps."""
     entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [entry for entry in entries if "loss" in entry]
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    """What rank 0 did in the recorded step, in order, as far as it has a name."""
+    """Operations of rank 0 in the recorded step, in order, if they have a name."""
     found = json.loads((folder / "profile" / "trace.json").read_text())["traceEvents"]
     return sorted((event for event in found if "name" in event and "ts" in event), key=lambda event: event["ts"])
 

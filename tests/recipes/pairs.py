@@ -1,4 +1,4 @@
-"""Pairs of a right and a wrong answer, and labelled single ones, as recipes/dpo.py and recipes/kto.py read them."""
+"""Pairs of a right and a wrong answer, and labelled single answers, as recipes/dpo.py and recipes/kto.py read them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_pairs(folder: Path, count: int = 40) -> Path:
-    """`train.jsonl` in the new `folder`: `count` sums as turns, the wrong answer one too high."""
+    """Write `train.jsonl` to the new `folder`: `count` sums as turns; the wrong answer is one too high."""
     folder.mkdir()
     rows = [
         {
@@ -22,7 +22,7 @@ def write_pairs(folder: Path, count: int = 40) -> Path:
 
 
 def write_labelled(folder: Path, count: int = 80) -> Path:
-    """`train.jsonl` in the new `folder`: `count` sums as turns, right and labelled good but for every third."""
+    """Write `train.jsonl` to the new `folder`: `count` sums as turns, right and labelled good except every third."""
     folder.mkdir()
     rows = [
         {

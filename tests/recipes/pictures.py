@@ -29,11 +29,11 @@ _TEXT = {
     "intermediate_size": 48, "tie_word_embeddings": False, "max_position_embeddings": 512,
 }  # fmt: skip
 _TOWER = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-_SIDE = 28  # of a picture as the towers take it, in pixels: 2 × 2 patches
+_SIDE = 28  # side of a picture as the towers take it, in pixels: 2 × 2 patches
 
 
 def write_model(kind: str, folder: Path) -> Path:
-    """A tiny model of the family `kind` with its processor and the embedded tokenizer, in `folder`."""
+    """Save a tiny model of the family `kind`, with its processor and the embedded tokenizer, in `folder`."""
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, AutoTokenizer
 
@@ -41,7 +41,7 @@ def write_model(kind: str, folder: Path) -> Path:
 
     more = _MORE_TOKENS.get(kind, [])
     named = {}
-    if kind == "gemma3":  # whose processor asks the tokenizer for them
+    if kind == "gemma3":  # its processor asks the tokenizer for these
         named = {"extra_special_tokens": {"image_token": IMAGE, "boi_token": more[0], "eoi_token": more[1]}}
     tokenizer: Any = AutoTokenizer.from_pretrained(default_model_path(), **named)
     tokenizer.add_tokens([IMAGE, *more], special_tokens=True)
@@ -102,10 +102,10 @@ def _processor(kind: str, tokenizer: Any, template: str) -> Any:
 
 
 def write_pictures(folder: Path, count: int = 24, *, several: bool = False) -> Path:
-    """`train.jsonl` in the new `folder`: `count` questions on the colours of pictures in `pictures/` beside it.
+    """Write `train.jsonl` to the new `folder`: `count` questions on the colours of pictures in `pictures/` next to it.
 
     Args:
-        several: Every third row has two pictures.
+        several: Give every third row two pictures.
     """
     (folder / "pictures").mkdir(parents=True)
     names, rows = list(COLOURS), []

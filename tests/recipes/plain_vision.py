@@ -1,4 +1,4 @@
-"""TRL's own `SFTTrainer` on rows with images, without anything of this package: what recipes/vision.py is held to."""
+"""TRL's own `SFTTrainer` on rows with images, without this package: the reference for recipes/vision.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FROZEN = {"all": "^$", "projector": "vision", "none": "vision|project|connector"
 
 
 def rows_of(folder: Path) -> Dataset:
-    """Rows as TRL's documentation has them: `images` of `datasets`' own kind."""
+    """Rows in the form of TRL's documentation, with `images` as `datasets`' own feature."""
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     for row in rows:
         row["images"] = [str(folder / file) for file in row["images"]]

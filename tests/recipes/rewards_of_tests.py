@@ -1,4 +1,4 @@
-"""A reward that any text earns some of, for TRL's script and ours: the share of even character codes."""
+"""A reward that any text earns in part, for TRL's script and ours: the share of even character codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recipe of one's own for `tune.py`: a regression in plain Accelerate that writes `metrics.jsonl` as it goes."""
+"""A custom recipe for `tune.py`: a regression in plain Accelerate that writes `metrics.jsonl` as it goes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot work is answered with one line that names place and fix, whatever the command: a table of mistakes."""
+"""Inputs that cannot work give one line that names place and fix, whatever the command: a table of mistakes."""
 
 from __future__ import annotations
 

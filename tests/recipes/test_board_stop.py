@@ -1,4 +1,4 @@
-"""A run that trains, followed and stopped as the board does it: it saves, leaves with its status, and goes on."""
+"""A training run, followed and stopped as the board does it: it saves, exits with its status, and can be resumed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_run_is_followed_stopped_and_continued(
             assert process.poll() is None, (tmp_path / "log").read_text()[-3000:]
             assert time.monotonic() < deadline
             if folder.exists() and not (folder / "run_starts.jsonl").exists():
-                with pytest.raises(ConfigError, match="not training"):  # it would die of the signal while it loads
+                with pytest.raises(ConfigError, match="not training"):  # while it loads, the signal would kill it
                     process_of(folder)
             time.sleep(0.2)
         assert runs_below(tmp_path / "outputs") == ["sft"]

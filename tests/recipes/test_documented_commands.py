@@ -20,7 +20,7 @@ _BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 
 
 def shell_blocks(page: Path) -> list[str]:
-    """What a page shows as a shell's input; a notebook's cells for bash too."""
+    """Shell input that a page shows, including bash cells of a notebook."""
     text = page.read_text(encoding="utf-8")
     if page.suffix != ".ipynb":
         return _BLOCK.findall(text)
@@ -30,7 +30,7 @@ def shell_blocks(page: Path) -> list[str]:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """The words of every command in a page's shell blocks, without comments."""
+    """Words of every command in a page's shell blocks, without comments."""
     for block in shell_blocks(page):
         for line in block.replace("\\\n", " ").splitlines():
             for part in re.split(r"&&|\|\||;", line):
@@ -44,7 +44,7 @@ def flags_of(words: list[str]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def helps() -> dict[str, str]:
-    """What each recipe, and each subcommand of accel-scale, lists as its flags."""
+    """The `--help` text of each recipe and of each accel-scale subcommand."""
 
     def listed(*command: str) -> str:
         done = subprocess.run(

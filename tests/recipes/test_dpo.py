@@ -1,4 +1,4 @@
-"""recipes/dpo.py trains as TRL's own script does, also adapters, and its flags are refused where they contradict."""
+"""recipes/dpo.py trains like TRL's own script, also with adapters, and contradictory flags are refused."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_embedded_pairs_are_a_right_answer_and_another_rows(tmp_path: Path) -> N
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("steps", [4, pytest.param(0, marks=pytest.mark.soak)])
 def test_no_flags_learn_to_prefer_and_to_answer(steps: int, tmp_path: Path) -> None:
-    """`make dpo`, whole in the soaks."""
+    """`make dpo`; the soaks run it in full."""
     given = ["--max_steps", str(steps), "--exact_match_samples", "5", "--logging_steps", "1"] if steps else []
     given += ["--eval_strategy", "steps", "--eval_steps", str(steps)] if steps else []
     command = [sys.executable, str(REPOSITORY / "recipes/dpo.py"), "--output_dir", str(tmp_path), *given]

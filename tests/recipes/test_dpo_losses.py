@@ -1,4 +1,4 @@
-"""Every loss that TRL's DPO trainer has runs in recipes/dpo.py, and what it would refuse late is refused early."""
+"""Every loss of TRL's DPO trainer runs in recipes/dpo.py, and mistakes that TRL refuses late are refused early."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from accel_scale.settings.preference_losses import DPO_LOSSES
 
 BETA, SMOOTHING = 0.5, 0.1
 _LOG2 = math.log(2)
-# Of a model that is its own reference, as in the first step.
+# Losses of a model that is its own reference, as in the first step.
 AT_FIRST = {
     "sigmoid": _LOG2,
     "hinge": 1.0,
@@ -54,7 +54,7 @@ def test_the_losses_are_trls() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_loss_runs(tmp_path: Path) -> None:
-    """All at once, with weights that tell them apart; the default of the embedded pairs has the other one, sft."""
+    """All losses at once, with distinct weights; the remaining one, sft, is in the default of the embedded pairs."""
     weights = [1 + 0.1 * place for place, _ in enumerate(AT_FIRST)]
     data = ["--model_name_or_path", default_model_path(), "--dataset_name", str(write_pairs(tmp_path / "pairs"))]
     losses = ["--loss_type", *AT_FIRST, "--loss_weights", *map(str, weights)]

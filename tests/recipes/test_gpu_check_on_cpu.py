@@ -1,4 +1,4 @@
-"""`benchmarks/gpu_check.py --cpu`: its stages run on a CPU, and a second start leaves what is done alone."""
+"""`benchmarks/gpu_check.py --cpu`: its stages run on a CPU, and a second start does not repeat finished ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check(repository: Path, out: Path, *words: str) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
 
 
-# All that take seconds: a stage that nothing runs breaks unseen.
+# All stages that take seconds: a stage that is never run would break unnoticed.
 SHORT = (
     "kernels", "numerics", "methods", "speed", "planner", "out_of_memory", "resume", "precisions", "merge",
     "recipes", "launches", "cards",
@@ -33,7 +33,7 @@ def test_short_stages_on_a_cpu(repository: Path, tmp_path: Path) -> None:
     assert "taken again" in page
     again = check(repository, tmp_path, "--stages", *SHORT)
     assert again.returncode == 0
-    assert "──" not in again.stdout  # nothing was run
+    assert "──" not in again.stdout  # nothing was run again
     assert (tmp_path / "gpu_check.md").read_text() == page
 
 

@@ -1,4 +1,4 @@
-"""What really travels between ranks: the dtype of gradients, the order of weights, and where loss scaling begins."""
+"""What actually travels between ranks: the dtype of gradients, the order of weights, and the initial loss scale."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def dtypes_reduced(folder: Path, operation: str) -> set[str]:
-    """Of the gradients, tensors of more than a thousand elements, that rank 0 sent in the recorded step."""
+    """Dtypes of gradients (tensors of more than a thousand elements) that rank 0 sent in the recorded step."""
     kinds: set[str] = set()
     for event in recorded(folder, operation):
         inputs = zip(event["args"]["Input type"], event["args"]["Input Dims"], strict=True)
@@ -23,7 +23,7 @@ def dtypes_reduced(folder: Path, operation: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def fsdp2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One run that was asked for two things: gradients in bf16, and weights gathered ahead."""
+    """One run with two requests: gradients in bf16, and weights gathered ahead."""
     ahead = ["--fsdp_forward_prefetch", "true"]
     folder = tmp_path_factory.mktemp("fsdp2")
     return launched("fsdp2", "bf16", "sft", folder, "--reduce_dtype", "bf16", launcher_flags=ahead)
@@ -42,7 +42,7 @@ def test_fsdp2_reduces_in_fp32_too(tmp_path: Path) -> None:
 def test_fsdp2_gathers_layers_ahead_where_the_launch_file_says_so(fsdp2: Path) -> None:
     ahead = [event["name"] for event in events(fsdp2) if event["name"].startswith("FSDP::forward_prefetch")]
     layers = [int(name.rpartition(".")[2]) for name in ahead]
-    assert layers == [1, 2, 3], ahead  # of four; the first has none below it
+    assert layers == [1, 2, 3], ahead  # of four layers; the first has no layer below it
 
 
 def test_deepspeed_reduces_in_the_dtype_that_was_asked_for(tmp_path: Path) -> None:

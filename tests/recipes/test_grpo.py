@@ -1,4 +1,4 @@
-"""recipes/grpo.py and rloo.py train as TRL's own scripts do, rewards are what they say, and mistakes are named."""
+"""recipes/grpo.py and rloo.py train like TRL's own scripts, rewards are what they claim, and mistakes are named."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STEPS = 8
 
 
 def write_questions(folder: Path, *, answer: str) -> Path:
-    """`train.jsonl` in the new `folder`: 40 sums as turns, the answer in a column of that name, as turns or text."""
+    """Write `train.jsonl` to the new `folder`: 40 sums as turns; column `answer` has the answers, turns or text."""
     folder.mkdir()
     rows = []
     for n in range(40):
@@ -74,7 +74,7 @@ def logged(folder: Path, *names: str) -> list[float]:
     "adapters", [[], ["--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj", "--beta", "0.1"]]
 )
 def test_losses_and_rewards_are_those_of_trls_script(tmp_path: Path, adapters: list[str], recipe: str) -> None:
-    """Also what is drawn: with the same seed both generate the same."""
+    """Generation agrees as well: with the same seed both draw the same tokens."""
     data = write_questions(tmp_path / "ours-data", answer="completion")
     dropout = ["--lora_dropout", "0"] if adapters else []
     wanted = ["--rewards", f"{REWARDS}:even_characters", "--precision", "fp32"]
@@ -174,7 +174,7 @@ def test_flags_of_vllm_that_would_be_ignored_are_refused(
     recipe: RecipeSpec, flags: str, place: str, says: str
 ) -> None:
     if "importance_sampling" in flags and recipe is RLOO:
-        return  # GRPO's alone
+        return  # only for GRPO
     given = ["--model_name_or_path", "m", "--dataset_name", "d", *flags.split()]
     with pytest.raises(ConfigError) as refused:
         recipe.refuse(parse_flags(recipe.flags, given, program=recipe.program))
@@ -191,7 +191,7 @@ def test_every_flag_of_vllm_is_known_and_left_out_of_a_rehearsal() -> None:
 def test_vllm_is_given_the_weights_of_each_step_and_what_ends_an_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All but vLLM itself, in whose place transformers writes the answers here."""
+    """Everything but vLLM itself; transformers generates the answers in its place."""
     engines: list[EngineOfTests] = []
 
     class EngineOfTests:
@@ -246,7 +246,7 @@ def test_a_model_is_named() -> None:
 def test_the_reference_is_loaded_as_the_model_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beta: str, loaded: list[dict[str, object]]
 ) -> None:
-    """TRL loads it by name: the revision and the options go along."""
+    """TRL loads the reference by name; the revision and the options are passed along."""
     given: list[dict[str, object]] = []
     load = rloo_trainer.create_model_from_path
 
@@ -264,7 +264,7 @@ def test_the_reference_is_loaded_as_the_model_is(
 
 
 def test_answers_end_where_turns_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where neither tokenizer nor model says so, as those of base models with a chat template do not."""
+    """Even if neither tokenizer nor model says so, as with base models that have a chat template."""
     model, ends = tmp_path / "model", list[list[int]]()
     shutil.copytree(default_model_path(), model)
     changed = (("tokenizer_config", "eos_token", "<|endoftext|>"), ("generation_config", "eos_token_id", 0))
@@ -286,7 +286,7 @@ def test_answers_end_where_turns_do(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_a_little_tuned_model_is_taught_by_rewards_alone(tmp_path: Path) -> None:
-    """`make grpo`: exact match of held-out questions rises by 20 points or more."""
+    """`make grpo`: exact match on held-out questions rises by 20 points or more."""
     recipes = [sys.executable, str(REPOSITORY / "recipes/sft.py"), "--max_steps", "15"]
     subprocess.run([*recipes, "--output_dir", str(tmp_path / "tuned")], cwd=REPOSITORY, check=True)
     recipes = [sys.executable, str(REPOSITORY / "recipes/grpo.py"), "--model_name_or_path", str(tmp_path / "tuned")]

@@ -1,4 +1,4 @@
-"""grpo.py and rloo.py take the same steps under every strategy, generate under each, and go on after a kill."""
+"""grpo.py and rloo.py take the same steps under every strategy, generate under each, and resume after a kill."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def of(folder: Path) -> list[tuple[float, ...]]:
 def test_rewards_and_gradients_are_those_of_one_process(
     recipe: str, name: str, method: str, data: Path, tmp_path: Path
 ) -> None:
-    """With the same answers."""
+    """Given the same answers."""
     one = of_one_process(recipe, data, method)
     words = given(data, method)
     several = of(launched(name, "fp32", recipe, tmp_path / "two", *words, script=SCRIPTS[recipe]))
@@ -84,7 +84,7 @@ def test_what_is_sharded_generates(name: str, method: str, data: Path, tmp_path:
 
 @pytest.mark.parametrize("recipe", SCRIPTS)
 def test_a_killed_run_goes_on_bit_for_bit(recipe: str, data: Path, tmp_path: Path) -> None:
-    """What is generated after it, too."""
+    """Including the answers generated after the kill."""
     words = [sys.executable, f"recipes/{recipe}.py", *given(data, "full"), "--precision", "fp32", "--max_steps", "6"]
     words += [*OF_RECIPE[recipe].split(), "--save_strategy", "steps", "--save_steps", "2", "--logging_steps", "1"]
     words += ["--per_device_train_batch_size", "4"]

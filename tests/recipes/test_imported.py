@@ -1,4 +1,4 @@
-"""Imported configurations are what `--print_config` shows, and train; what is pushed has the run's model card."""
+"""Imported configurations match `--print_config` and train; a pushed model has the run's model card."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The examples beside the data that they name."""
+    """The examples next to the data that they name."""
     shutil.copytree(EXAMPLES, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
     alpaca = [{"instruction": question, "input": "", "output": answer} for question, answer in FACTS]
@@ -39,14 +39,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(module: Any, name: str, *more: str) -> dict[str, Any]:
-    """Import, then train the embedded model for two steps by what came of it."""
+    """Import a configuration, then train the embedded model with the result for two steps."""
     assert main(["import", name, "-o", "out.yaml"]) == 0
     words = ["--config_file", "out.yaml", "--model_name_or_path", default_model_path(), "--max_length", "128"]
     return module.main([*words, "--max_steps", "2", "--save_strategy", "no", "--precision", "fp32", *more])
 
 
 def plain(value: object) -> object:
-    """Numbers as numbers: YAML takes ``2e-5`` for text."""
+    """Numbers as floats: YAML reads ``2e-5`` as text."""
     try:
         return float(str(value))
     except ValueError:
@@ -69,7 +69,7 @@ def test_an_imported_full_run_trains_and_evaluates(here, sft_module):
     summary = run(sft_module, "axolotl_full.yml", "--output_dir", "full", "--logging_steps", "1")
     assert (summary["steps"], len(summary["losses"])) == (2, 2)
     assert summary["eval_loss"] > 0
-    assert summary["data"]["rows"] == 36  # of 40, a tenth held out
+    assert summary["data"]["rows"] == 36  # of 40 rows, with a tenth held out
     assert summary["parameters"]["trainable"] == summary["parameters"]["total"]
 
 
@@ -87,7 +87,7 @@ def test_what_is_pushed_has_the_card_with_the_figures(here, sft_module, monkeypa
         folder = Path(arguments["folder_path"])
         pushed.append({"card": (folder / "README.md").read_text(), "files": {path.name for path in folder.iterdir()}})
 
-    # Of the hub's client: everything before it is real.
+    # Replaces only the hub's client; everything before it is real.
     hub = SimpleNamespace(
         create_repo=lambda name, **_: SimpleNamespace(repo_id=name), upload_folder=lambda **kw: upload(**kw)
     )

@@ -1,4 +1,4 @@
-"""recipes/kto.py trains as TRL's own script does, also adapters, and what its KL term does not go with is refused."""
+"""recipes/kto.py trains like TRL's own script, also with adapters, and settings its KL term rules out are refused."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_loss_without_a_kl_term_takes_single_rows_in_any_order() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_first_loss_is_that_of_a_model_equal_to_its_reference(tmp_path: Path) -> None:
-    """Half of every weight: two of three rows are good, and no reward differs from that of the reference."""
+    """Half of each weight: two of three rows are good, and no reward differs from the reference's."""
     rows = str(write_labelled(tmp_path / "rows", count=30))
     given = ["--model_name_or_path", default_model_path(), "--dataset_name", rows, "--undesirable_weight", "3"]
     flags = ["--per_device_train_batch_size", "30", "--max_steps", "2"]
@@ -123,7 +123,7 @@ def test_ranks_that_have_one_kind_of_answer_each_train_in_bf16(tmp_path: Path) -
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("steps", [4, pytest.param(0, marks=pytest.mark.soak)])
 def test_no_flags_learn_right_answers_from_wrong_ones(steps: int, tmp_path: Path) -> None:
-    """`make kto`, whole in the soaks."""
+    """`make kto`; the soaks run it in full."""
     given = ["--max_steps", str(steps), "--exact_match_samples", "5", "--logging_steps", "1"] if steps else []
     given += ["--eval_strategy", "steps", "--eval_steps", str(steps)] if steps else []
     command = [sys.executable, str(REPOSITORY / "recipes/kto.py"), "--output_dir", str(tmp_path), *given]

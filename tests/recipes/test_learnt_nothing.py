@@ -1,4 +1,4 @@
-"""Runs that cannot learn, or have learnt nothing, end as errors: by their data, their length and their steps."""
+"""Runs that cannot learn, or have learnt nothing, end as errors: because of their data, length or steps."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_row_of_nan_is_skipped_by_default_and_the_weights_stay_finite(
     base = tmp_path / "base"
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "stories260k")
     model = AutoModelForCausalLM.from_pretrained(shared_data / "stories260k")
-    model.config.tie_word_embeddings = False  # else every logit would be NaN
+    model.config.tie_word_embeddings = False  # otherwise every logit would be NaN
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     token = tokenizer.convert_tokens_to_ids("Z")
     assert token != tokenizer.unk_token_id
@@ -78,5 +78,5 @@ def test_a_row_of_nan_is_skipped_by_default_and_the_weights_stay_finite(
     summary = sft_module.main([*flags.split(), "--per_device_train_batch_size", "4", "--save_strategy", "no"])
     assert summary["guard"] == {"policy": "skip", "events": 1}
     after = load_file(tmp_path / "out" / "model.safetensors")
-    after["model.embed_tokens.weight"][token] = 0  # as it came
+    after["model.embed_tokens.weight"][token] = 0  # as it was loaded
     assert all(tensor.isfinite().all() for tensor in after.values())

@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, and show what their text says; what is committed is what they print today."""
+"""The notebooks run from top to bottom and show what their text says; the committed outputs are current."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-WARM_PYTHON = False  # a reader's kernel starts the commands as a shell does
+WARM_PYTHON = False  # a reader's kernel starts commands like a shell
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
@@ -34,7 +34,7 @@ def committed(name: str) -> Any:
 
 
 def printed(cell: Any) -> str:
-    """What a code cell wrote to standard output."""
+    """Standard output of a code cell."""
     texts = [output.get("text", "") for output in cell["outputs"] if output.get("name") == "stdout"]
     return "".join("".join(text) for text in texts)
 
@@ -44,7 +44,7 @@ def source(cell: Any) -> str:
 
 
 def output(notebook: Any, of: str) -> str:
-    """What the only code cell that contains `of` printed."""
+    """Standard output of the only code cell that contains `of`."""
     (found,) = [cell for cell in notebook["cells"] if cell["cell_type"] == "code" and of in source(cell)]
     return printed(found)
 
@@ -70,7 +70,7 @@ def qlora(notebook: Any) -> None:
     (short,), (long,) = (
         numbers(rf"{card} +([\d,]+) tokens", output(notebook, "longest_row(")) for card in ("T4", "4090")
     )
-    assert short >= 1024  # the rows that the text's commands name fit
+    assert short >= 1024  # the rows named by the text's commands fit
     assert long >= 4096
     assert long > 2 * short
 
@@ -141,13 +141,13 @@ def test_committed_notebooks_are_small_and_of_no_machine(name):
     notebook = committed(name)
     assert path.stat().st_size < 60_000
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))  # run once, from the top
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))  # run once, from top to bottom
     assert set(notebook["metadata"]) == {"kernelspec", "language_info"}
     assert all(cell["metadata"] == {} for cell in notebook["cells"])
     outputs = json.dumps([cell["outputs"] for cell in code])
     assert not re.search(r"(?<![\w.])/(?:home|root|tmp|work|usr|opt|Users)/", outputs)
     assert "stderr" not in outputs
-    assert "\\u001b" not in outputs  # colours
+    assert "\\u001b" not in outputs  # escape sequences for colours
     for cell in notebook["cells"]:
         for target in _LINK.findall(source(cell)) if cell["cell_type"] == "markdown" else ():
             assert target.startswith("https://") or (FOLDER / target.partition("#")[0]).exists(), target
@@ -162,5 +162,5 @@ def test_it_runs_from_top_to_bottom(name, run):
     notebook = run.cleaned(run.executed(FOLDER / f"{name}.ipynb"))
     SEEN[name](notebook)
     for before, now in zip(committed(name)["cells"], notebook.cells, strict=True):
-        if source(now).startswith(run.PLAN_CELLS):  # else: python notebooks/run.py --plans
+        if source(now).startswith(run.PLAN_CELLS):  # if not: python notebooks/run.py --plans
             assert printed(now) == printed(before)

@@ -1,4 +1,4 @@
-"""dpo.py, kto.py and reward.py take the same steps under every strategy, and go on after a kill bit for bit."""
+"""dpo.py, kto.py and reward.py take the same steps under every strategy, and resume bit for bit after a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``--plan`` in the SFT recipe: refusing before loading, choosing, and the line at the end."""
+"""``--plan`` in the SFT recipe: refusing before loading, choosing, and the final line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(repository: Path
     tokenizer = repository / "accel_scale" / "assets" / "default" / "model"
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / name).write_text((tokenizer / name).read_text())
-    # No weights beside it: loading would fail with another message.
+    # The folder has no weights: loading them would fail with another message.
     (tmp_path / "config.json").write_text(json.dumps(catalogue_config("meta-llama/Llama-3.1-8B")))
     data = str(repository / "accel_scale" / "assets" / "default" / "data" / "train.jsonl")
     command = [sys.executable, "recipes/sft.py", "--model_name_or_path", str(tmp_path), "--dataset_name", data]
@@ -57,7 +57,7 @@ def test_training_is_the_same_watched_or_not(sft: Any) -> None:
 
 
 def test_an_optimizer_whose_step_is_compiled_can_be_watched(sft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch refuses to compile under a dispatch mode; what the step makes is counted after it."""
+    """torch refuses to compile under a dispatch mode; the tensors that the step makes are counted afterwards."""
     seen = []
 
     def not_compiled(function: Any, **options: Any) -> Any:
@@ -67,7 +67,7 @@ def test_an_optimizer_whose_step_is_compiled_can_be_watched(sft: Any, monkeypatc
 
         return run
 
-    monkeypatch.setattr(torch, "compile", not_compiled)  # compiling takes a quarter of a minute
+    monkeypatch.setattr(torch, "compile", not_compiled)  # compiling takes 15 seconds
     plan = sft("--plan check --optim adamw_torch_8bit --packing false --completion_only_loss false")["plan"]
     assert seen
     assert not any(seen)
@@ -80,7 +80,7 @@ def test_without_a_gpu_nothing_is_planned_by_default(sft: Any) -> None:
 
 
 def test_auto_sets_the_batch_and_trains_on(sft: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    # The fixture sets a micro-batch of 2, which stays; checkpointing, optimizer and method are open.
+    # The fixture sets a micro-batch of 2, which is kept; checkpointing, optimizer and method are open.
     summary = sft("--plan auto --gradient_accumulation_steps 2")
     settings, origins = summary["settings"], summary["origins"]
     assert settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"] == 4

@@ -1,4 +1,4 @@
-"""``--plan`` of preferences and rewards: what is predicted beside the tensors of a real step, choosing, refusing."""
+"""``--plan`` for preferences and rewards: predictions against the tensors of a real step, choosing, refusing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 def planned(recipe: str, folder: Path, flags: str) -> dict[str, Any]:
-    """`run_summary.json`'s plan of one step of the embedded model, with what is chosen for it."""
+    """The plan in `run_summary.json` after one step of the embedded model, with the settings chosen for it."""
     common = ["--model_name_or_path", default_model_path(), "--max_steps", "1", "--save_strategy", "no"]
     common += ["--output_dir", str(folder / "out"), "--logging_steps", "1", "--recover_from_oom", "false"]
     if recipe in ("dpo", "kto"):

@@ -1,4 +1,4 @@
-"""The pretraining recipe on a small model: learns, resumes to the bit, branches, and goes around bad data."""
+"""The pretraining recipe on a small model: it learns, resumes bit for bit, branches, and avoids bad data."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def sentence(generator: random.Random, num_words: int) -> str:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Text of several hundred documents, the same with poisoned ones among them, and a model's shape."""
+    """Text of 2,000 documents, the same text with some of them poisoned, and a model's shape."""
     folder, generator = tmp_path_factory.mktemp("pretrain"), random.Random(0)
     clean = [sentence(generator, generator.randint(3, 60)) for _ in range(2000)]
     poisoned = list(clean)
-    # Many short documents make up a row, so a few poisoned ones of 2,000 reach some batches and not the others.
+    # Many short documents fill a row, so a few poisoned ones among 2,000 reach only some batches.
     for index in range(100, 1900, 450):
         poisoned[index] = poisoned[index][:20] + POISON
     noise = random.Random(1)
@@ -68,7 +68,7 @@ Pretrain = Callable[..., dict[str, Any]]
 
 
 def memory_by_kind(path: Path) -> dict[str, int]:
-    """Bytes of a memory summary."""
+    """Bytes per kind in a memory summary."""
     found = (re.match(r"(.*?)  .* ([\d,]+) B$", line) for line in path.read_text().splitlines())
     return {match[1].strip(): int(match[2].replace(",", "")) for match in found if match}
 
@@ -131,7 +131,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_happened(pretrain: Pretrai
 
 
 def test_a_routers_loss_is_trained_where_the_configuration_asks_for_it(pretrain: Pretrain, tmp_path: Path) -> None:
-    """The first loss is larger by the coefficient times what the routers' loss is, and so its log says."""
+    """The first loss is larger by the coefficient times the routers' loss, as the log says."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
     first = {}
     for name, coefficient in (("without", 0.0), ("with", 0.5)):
@@ -173,7 +173,7 @@ def test_two_branches_decay_from_one_trunk_and_leave_it_alone(pretrain: Pretrain
 
 @pytest.fixture(scope="module")
 def poisonable(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that turns one byte into NaN, whatever is done around it."""
+    """A model that turns one byte into NaN, whatever surrounds it."""
     from accel_scale.data.pretraining import load_pretraining_tokenizer
 
     folder = tmp_path_factory.mktemp("poisonable")
@@ -210,7 +210,7 @@ def test_rows_that_give_nan_or_spike_are_named_and_gone_around(
 
 
 def _steps_of_skipped(events: list[dict[str, Any]], inputs: Path, tokenizer: Path) -> list[int]:
-    """The step that each event's batch would have been: its place among those drawn, less those skipped before it."""
+    """The step that each event's batch would have been: its place among drawn batches, less earlier skipped ones."""
     from accel_scale.data.pretraining import open_pretraining_data
 
     data = open_pretraining_data(
@@ -224,7 +224,7 @@ def _steps_of_skipped(events: list[dict[str, Any]], inputs: Path, tokenizer: Pat
 
 
 def _some_row_is_poisoned(events: list[dict[str, Any]], inputs: Path, tokenizer: Path) -> bool:
-    """Whether the rows that the events name, looked up, hold the poison."""
+    """True if a row named by the events contains the poison."""
     from accel_scale.data.pretraining import open_pretraining_data
 
     data = open_pretraining_data(
@@ -276,7 +276,7 @@ def test_a_profile_and_a_prediction_are_written_where_asked_for(pretrain: Pretra
     run = pretrain("--max_steps 6 --profile_steps 2 --memory_summary --plan check")
     held = memory_by_kind(run["out"] / "memory" / "end-rank-0.txt")
     assert held["weights"] == 4 * run["parameters"]["total"]
-    assert held["optimizer states"] == pytest.approx(2 * held["weights"], rel=0.01)  # and a step counter for each
+    assert held["optimizer states"] == pytest.approx(2 * held["weights"], rel=0.01)  # plus a step counter for each
     assert (run["out"] / "profile" / "trace.json").stat().st_size > 1000
     assert "aten::" in (run["out"] / "profile" / "operations.txt").read_text()
     plan = run["plan"]
@@ -284,7 +284,7 @@ def test_a_profile_and_a_prediction_are_written_where_asked_for(pretrain: Pretra
 
 
 def test_memory_that_runs_out_leaves_a_summary(pretrain: Pretrain, tmp_path: Path, monkeypatch: Any) -> None:
-    """Nobody asked for it: it says what to do something about."""
+    """The summary is written unasked: it shows which memory to reduce."""
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     def fail(self: LlamaMLP, hidden: torch.Tensor) -> torch.Tensor:
@@ -296,7 +296,7 @@ def test_memory_that_runs_out_leaves_a_summary(pretrain: Pretrain, tmp_path: Pat
     assert stopped.value.code == OUT_OF_MEMORY_STATUS
     held = memory_by_kind(tmp_path / "out" / "memory" / "out-of-memory-step-1-rank-0.txt")
     assert held["weights"] > 100_000
-    assert "optimizer states" not in held  # it was the first step
+    assert "optimizer states" not in held  # the first step had no states yet
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -312,7 +312,7 @@ def test_a_signal_to_the_whole_group_saves_and_ends_it(
     metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
     while not metrics.is_file() and time.monotonic() < deadline:
         time.sleep(0.1)
-    os.killpg(process.pid, number)  # as schedulers and terminals do: the loader's workers get it too
+    os.killpg(process.pid, number)  # as schedulers and terminals do: the loader's workers get the signal as well
     out, _ = process.communicate(timeout=60)
     assert process.returncode == EXIT_STOPPED
     last = logged(tmp_path / "run")[-1]["step"]
@@ -322,7 +322,7 @@ def test_a_signal_to_the_whole_group_saves_and_ends_it(
 
 
 def soaked(python: str, repository: Path, folder: Path, *flags: str) -> str:
-    """Table of benchmarks/pretrain_soak.py, which fails where a bit differs."""
+    """Table of benchmarks/pretrain_soak.py, which fails if a bit differs."""
     command = [python, str(repository / "benchmarks" / "pretrain_soak.py"), *flags, "--results", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3000)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

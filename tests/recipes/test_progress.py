@@ -1,4 +1,4 @@
-"""What the recipes say while they train: a bar where someone watches, a line per log point in a file, once."""
+"""Output of the recipes while they train: a bar on a terminal, one line per log point in a file, nothing twice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LINE = re.compile(
 
 
 def run_on_terminal(command: list[str], repository: Path) -> tuple[str, str]:
-    """(what stdout, a pipe, got; what stderr, a terminal, showed)."""
+    """(what stdout, a pipe, received; what stderr, a terminal, showed)."""
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
     shown: list[bytes] = []
@@ -33,7 +33,7 @@ def run_on_terminal(command: list[str], repository: Path) -> tuple[str, str]:
         while True:
             try:
                 shown.append(os.read(parent, 65536))
-            except OSError:  # the last writer has gone
+            except OSError:  # the last writer has closed it
                 return
             if not shown[-1]:
                 return

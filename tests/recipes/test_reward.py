@@ -1,4 +1,4 @@
-"""recipes/reward.py trains as TRL's own script does, and what it saves comes back as a reward model."""
+"""recipes/reward.py trains like TRL's own script, and what it saves loads as a reward model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(script: Path, folder: Path, *flags: str) -> list[float]:
 
 
 def scores(model: Any) -> list[float]:
-    """Of two rows, each by itself."""
+    """Scores of two rows, each on its own."""
     rows = torch.arange(10, 40).view(2, 15)
     with torch.no_grad():
         return [model.eval()(input_ids=row[None]).logits.item() for row in rows]
@@ -101,7 +101,7 @@ def test_losses_are_those_of_trls_script_and_what_is_saved_scores_as_it_did(tmp_
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("steps", [4, pytest.param(0, marks=pytest.mark.soak)])
 def test_no_flags_learn_to_rank_held_out_pairs(steps: int, tmp_path: Path) -> None:
-    """`make reward`, whole in the soaks."""
+    """`make reward`; the soaks run it in full."""
     given = ["--max_steps", str(steps), "--eval_steps", str(steps)] if steps else []
     command = [sys.executable, str(REPOSITORY / "recipes/reward.py"), "--output_dir", str(tmp_path), *given]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Every flag of the recipe does what it says, on real runs of a real (small) model."""
+"""Every flag of the recipe does what it says, in real runs of a real (small) model."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_checkpointing_policies_train_alike(sft) -> None:
         policy: sft(f"--checkpointing_policy {policy}", "--max_steps 3 --learning_rate 1e-3")["losses"]
         for policy in ("none", "full", "every_2", "selective", "offload")
     }
-    # The embedded model's rows are of several tiles.
+    # The embedded model's rows have several tiles.
     losses["long rows"] = sft("--long_rows true", "--max_steps 3 --learning_rate 1e-3")["losses"]
     for policy, found in losses.items():
         assert found == pytest.approx(losses["none"], rel=1e-6), policy

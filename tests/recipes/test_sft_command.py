@@ -1,4 +1,4 @@
-"""The commands people type: no flags, a mistake, settings printed."""
+"""The commands that people type: no flags, a mistake, printed settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def launch(repository: Path, *args: str, launch_file: str | None = "cpu.yaml") -
     command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
     if launch_file:
         command += ["--config_file", f"accelerate_configs/{launch_file}"]
-    # Accelerate's launcher remarks on threads unless they are chosen. Ranks that share cores take one each.
+    # Accelerate's launcher prints a remark unless threads are set. Ranks that share cores take one each.
     num_threads = os.cpu_count() if launch_file == "cpu.yaml" else 1
     environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
     return subprocess.run(
@@ -38,7 +38,7 @@ def test_no_flags_learn_to_answer(repository: Path, tmp_path: Path) -> None:
     assert '<span class="state finished">finished</span>' in page
     assert page.count("✓ right") >= 10
     assert len(page) < 400_000
-    # Two tables and nothing else: no warning, no bar where no one looks.
+    # Two tables and nothing else: no warning, and no bar where nobody is watching.
     assert done.stderr == ""
     assert "arning" not in done.stdout
 
@@ -68,9 +68,9 @@ def test_settings_are_printed_with_their_origin(repository: Path, tmp_path: Path
 
 
 def test_questions_before_training_do_not_disturb_zero3(repository: Path, tmp_path: Path) -> None:
-    """Answering them calls the head as a module; the loss uses its weights without calling it."""
+    """Answering questions calls the head as a module; the loss uses its weights without calling it."""
     losses = []
-    # Few tokens: the launch file computes in bf16, which a processor without such arithmetic does eleven times slower.
+    # Few tokens: the launch file computes in bf16, which is eleven times slower on a CPU without bf16 arithmetic.
     rows = ["--max_length", "96", "--per_device_train_batch_size", "1"]
     for count in ("0", "8"):
         flags = ["--max_steps", "2", "--logging_steps", "1", "--exact_match_samples", count, *rows]

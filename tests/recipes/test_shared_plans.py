@@ -1,4 +1,4 @@
-"""Plans in which ranks share the model: the files that are written, what the doctor says, and a run of them."""
+"""Plans in which ranks share the model: the files written, the doctor's verdict, and a run of them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SMALL = ["--gpu", "H100", "--recipe", "pretrain", "--global_batch_size", "8", "-
 
 
 def plan(folder: Path, *words: str) -> tuple[dict, dict]:
-    """Launch file and flags of a written plan."""
+    """The launch file and the flags of a written plan."""
     assert main(["plan", *words, "--recipe", "pretrain", "--write", str(folder)]) == 0
     return tuple(yaml.safe_load((folder / name).read_text()) for name in ("launch.yaml", "recipe.yaml"))
 
 
 def doctor(capsys, launch: Path | str, *flags: str) -> tuple[int, list[str]]:
-    """Its status, and its errors."""
+    """The doctor's exit status and its error lines."""
     capsys.readouterr()
     status = main(["doctor", "--config_file", str(launch), "recipes/pretrain.py", *flags])
     return status, [line for line in capsys.readouterr().out.splitlines() if line.startswith("error")]
@@ -118,7 +118,7 @@ def test_long_rows_are_shared_by_the_fine_tuning_recipe(capsys, tmp_path):
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("num_gpus", "flags", "label"), [(2, ["--pp_size", "2"], "PP 2")])
 def test_a_written_plan_runs(num_gpus, flags, label, tmp_path):
-    """The files as they are, on CPU processes; the start table's memory is that of a stage."""
+    """The files as written, on CPU processes; the start table shows the memory of a stage."""
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join((ROOT / "README.md").read_text().split("\n\n")) * 2)
     words = [str(default_model_path()), *SMALL, "--num_gpus", str(num_gpus), "--max_length", "64"]
@@ -142,7 +142,7 @@ def test_a_written_plan_runs(num_gpus, flags, label, tmp_path):
     facts = facts_from_config(config, name="small")
     stages = [share.facts.num_params for share in rank_shares(facts, setup)]
     predicted = summary["plan"]["predicted"]["phases"]["optimizer step"]
-    # The rank with the highest peak is shown: the first stage keeps more micro-batches, the last one has more weights.
+    # The rank with the highest peak is shown: the first stage keeps more micro-batches, the last has more weights.
     assert predicted["weights"] in [4 * stage for stage in stages]
     assert max(stages) < 0.7 * facts.num_params
     assert read_launch_file(tmp_path / "launch.yaml").num_processes == num_gpus

@@ -1,7 +1,7 @@
-"""A small side by side: the recipe with its defaults against TRL's script with its defaults, speed and loss.
+"""A small side-by-side comparison of the recipe and TRL's script, each with its defaults: speed and loss.
 
-Both run at the same time, on one thread each, and CPU seconds are compared, so other work on the machine does not
-decide. The full comparison, on the clock, is benchmarks/sft_side_by_side.py.
+Both run at the same time, on one thread each, and CPU seconds are compared, so that other load on the machine does
+not matter. The full comparison, in wall-clock time, is benchmarks/sft_side_by_side.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def benchmark(repository):
     path = repository / "benchmarks" / "sft_side_by_side.py"
     spec = importlib.util.spec_from_file_location("sft_side_by_side", path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules["sft_side_by_side"] = module  # dataclasses look their module up
+    sys.modules["sft_side_by_side"] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     yield module
     del sys.modules["sft_side_by_side"]
@@ -37,7 +37,7 @@ def test_the_recipe_is_faster_than_trls_defaults(benchmark, tmp_path):
             for name, contestant in pair.items()
         }
         trl, ours = runs["trl"].result(), runs["ours"].result()
-    # The same documents once each, and about as many optimizer steps.
+    # Each uses the same documents once, and about as many optimizer steps.
     assert ours["num_tokens"] == trl["num_tokens"] == sum(benchmark.document_lengths(workload))
     assert abs(ours["num_steps"] - trl["num_steps"]) <= 1
     assert ours["num_steps"] >= 3

@@ -1,5 +1,5 @@
-"""A fine-tuning job under Slurm's script, with stand-ins for Slurm's commands: saved at the time limit, queued again,
-and ended with the weights of a run that nobody has disturbed."""
+"""A fine-tuning job under Slurm's script, with stand-ins for Slurm's commands: saved at the time limit, requeued,
+and finished with the weights of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from accel_scale.cli.main import main
 
-# srun starts the task and passes SIGUSR1 on to it, as Slurm does.
+# srun starts the task and forwards SIGUSR1 to it, as Slurm's does.
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
 "$@" &
@@ -30,7 +30,7 @@ done
 SCONTROL = """#!/bin/bash
 if [ "$1" = show ]; then echo node1; else echo "$*" >>"$CALLS"; fi
 """
-# The real launcher; its worker starts warm.
+# The real launcher; its worker starts from a warm process.
 ACCELERATE = """#!{real_python}
 import sys
 sys.executable = {python!r}
@@ -78,7 +78,7 @@ def test_a_job_that_is_stopped_at_its_time_limit_loses_nothing(
 
     job = start(0)
     wait_for_steps(out / "metrics.jsonl", 3, job, tmp_path / "log")
-    job.send_signal(signal.SIGUSR1)  # --signal=B:USR1: to the batch script alone
+    job.send_signal(signal.SIGUSR1)  # --signal=B:USR1 sends it to the batch script alone
     assert job.wait(60) == 0
     log = (tmp_path / "log").read_text()
     assert (tmp_path / "calls").read_text() == "requeue 4321\n", log

@@ -1,4 +1,4 @@
-"""Both recipes refuse what would train silently wrong from a configuration alone: the folders here hold no weights."""
+"""Both recipes refuse runs that would silently train wrong by a configuration alone: the folders have no weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def folder_of(config: PreTrainedConfig, folder: Path) -> Path:
-    """A model without weights: its configuration and the embedded tokenizer."""
+    """Write a model without weights: its configuration and the embedded tokenizer."""
     config.save_pretrained(folder)
     for file in Path(default_model_path()).glob("*token*"):
         shutil.copy(file, folder)
@@ -47,7 +47,7 @@ LAUNCHES = {
 def test_packing_that_leaks_is_refused_under_every_strategy(
     repository: Path, rows: Path, tmp_path: Path, recipe: str, strategy: str
 ) -> None:
-    """Where weights are sharded, too: the check has a model of its own. A launch changes its process."""
+    """Sharded strategies included: the check uses its own model. Uses subprocesses: a launch changes its process."""
     model = folder_of(BloomConfig(hidden_size=1024, n_layer=24, n_head=16), tmp_path / "bloom")
     own = {
         "sft": f"--model_name_or_path {model} --dataset_name {rows}",

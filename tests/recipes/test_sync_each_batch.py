@@ -1,4 +1,4 @@
-"""`--sync_each_batch` under FSDP2: the same training with gradients reduced after every micro-batch, really so."""
+"""`--sync_each_batch` under FSDP2: the same training, with gradients really reduced after every micro-batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def synced(recipe: str, folder: Path, sync: str) -> Path:
 
 
 def num_reductions(folder: Path) -> int:
-    """Reduce-scatters that rank 0 began in the step that was recorded."""
+    """Number of reduce-scatters that rank 0 started in the recorded step."""
     return len(recorded(folder, "c10d::_reduce_scatter_base_"))
 
 
@@ -30,7 +30,7 @@ def test_pretraining_reduces_every_micro_batch_to_the_same_gradients(tmp_path: P
     for one, other in zip(logged(last), logged(each), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
-    assert num_reductions(last) > 1  # of layers
+    assert num_reductions(last) > 1  # one for each group of layers
     assert num_reductions(each) == ACCUMULATION * num_reductions(last)
 
 

@@ -1,4 +1,4 @@
-"""What trackers were told, read back from their files: figures under the same names, and events of the guard."""
+"""What trackers received, read back from their files: figures under the same names, and the guard's events."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ TOKEN = "hf_" + "SecretOfThisTest" * 2
 Figures = dict[str, dict[int, float]]  # name → step → value
 pytestmark = pytest.mark.slow
 
-# The loss explodes: steps after the second are spikes, taken at a lower rate. (TensorBoard keeps single precision: the
-# perplexity must not leave it.)
+# The loss explodes: steps after the second are spikes, taken at a lower rate. (TensorBoard stores single precision,
+# whose range the perplexity must not exceed.)
 _SPIKES = "--guard lower_lr --guard_min_steps 2 --guard_window 4 --guard_threshold 0.5 --learning_rate"
-# One of each way to log: the others log as these do.
+# One recipe for each way of logging; the others log in the same ways.
 _QUICK = ("sft", "pretrain", "dpo", "grpo")
 _GUARDED = {"sft": f"{_SPIKES} 1", "pretrain": f"{_SPIKES} 0.2"}
 
@@ -40,7 +40,7 @@ def _all_are_here() -> None:
     params=[pytest.param(name, marks=[] if name in _QUICK else pytest.mark.soak) for name in OF_RECIPE],
 )
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe on two processes that reports to all trackers, offline and without an account."""
+    """A run of a recipe on two processes that reports to all trackers, offline and without an account."""
     folder = tmp_path_factory.mktemp(request.param)
     with pytest.MonkeyPatch.context() as patched:
         for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_", "TRACKIO_"))]:
@@ -62,7 +62,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def logged(folder: Path) -> Figures:
-    """`metrics.jsonl`, by the names of trackers."""
+    """`metrics.jsonl` under the trackers' names."""
     found: Figures = {}
     for line in map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines()):
         step = line.pop("step")
@@ -73,7 +73,7 @@ def logged(folder: Path) -> Figures:
 
 
 def only(paths: Iterator[Path]) -> Path:
-    """One process has written, and one run."""
+    """The only path: one process has written, for one run."""
     (path,) = paths
     return path
 
@@ -84,7 +84,7 @@ def trackio(folder: Path) -> tuple[Figures, list[str]]:
         for run_name, text in database.execute("SELECT run_name, metrics FROM metrics ORDER BY id"):
             assert run_name == RUN
             line = json.loads(text)
-            if "train/global_step" not in line:  # TRL's times of its own functions
+            if "train/global_step" not in line:  # TRL's timings of its own functions
                 continue
             for name, value in line.items():
                 figures.setdefault(name, {})[int(line["train/global_step"])] = float(value)
@@ -125,7 +125,7 @@ def wandb(folder: Path) -> tuple[Figures, list[str]]:
 
 
 def records(path: Path) -> Iterator[bytes]:
-    """Of a file in LevelDB's log format, after a header of seven bytes: blocks of 32 KiB, records in parts."""
+    """Records of a file in LevelDB's log format after a 7-byte header: blocks of 32 KiB, records in parts."""
     data, at, parts = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
         if (left := 32768 - at % 32768) < 7:
@@ -134,7 +134,7 @@ def records(path: Path) -> Iterator[bytes]:
         _, length, kind = struct.unpack_from("<IHB", data, at)
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a whole record, or its last part
             yield parts
             parts = b""
 

@@ -25,7 +25,7 @@ from accel_scale.reporting.metrics_log import read_metrics
 from accel_scale.tuning.launch import TrialLaunch, launch_command, read_trial_launch_file
 
 pytestmark = pytest.mark.slow
-WARM_PYTHON = False  # a study ends its trials with everything below them
+WARM_PYTHON = False  # a study ends its trials with all their descendants
 SMALL = Path(__file__).parent / "small_recipe.py"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -73,7 +73,7 @@ def write_space(folder: Path, **entries: Any) -> Path:
 
 
 def test_a_killed_study_goes_on_and_its_best_flags_run(repository: Path, tmp_path: Path) -> None:
-    """SIGKILL in the second trial; the first is impossible (a batch of 6 in micro-batches of 4)."""
+    """SIGKILL in the second trial; the first one is impossible (a batch of 6 in micro-batches of 4)."""
     space = write_space(tmp_path, global_batch_size=[4, 6], max_steps=4, eval_strategy="steps", eval_steps=2)
     out = tmp_path / "out"
     command = [sys.executable, "recipes/tune.py", "recipes/sft.py", "--space", str(space), "--sampler", "grid"]
@@ -121,7 +121,7 @@ def test_a_killed_study_goes_on_and_its_best_flags_run(repository: Path, tmp_pat
 
 
 def test_pruning_ends_the_launch(tune: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Three good rates run to their end, a fourth is far worse, a fifth diverges."""
+    """Three good rates run to the end, a fourth is far worse, and a fifth diverges."""
     rates = [0.1, 0.12, 0.14, 1e-4, 30.0]
     space = write_space(tmp_path, learning_rate=rates, max_steps=60, step_seconds=0.05)
     out = tmp_path / "out"
@@ -194,7 +194,7 @@ def test_two_searches_share_a_study_and_ctrl_c_queues_the_trial(repository: Path
 
 
 def test_a_launch_of_two_processes_ends_with_its_workers(repository: Path, tmp_path: Path) -> None:
-    """torch's launcher starts workers in sessions of their own, out of reach of a signal to the launch's group."""
+    """torch's launcher starts workers in their own sessions, out of reach of a signal to the launch's group."""
     flags = tmp_path / "trials" / "flags.yaml"
     flags.parent.mkdir()
     flags.write_text(f"max_steps: 100000\nstep_seconds: 0.05\noutput_dir: {tmp_path}/trials\n")

@@ -1,4 +1,4 @@
-"""recipes/vision.py trains on images as TRL's own trainer does, goes on after a kill, and names bad rows."""
+"""recipes/vision.py trains on images like TRL's own trainer, resumes after a kill, and names bad rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny model of each family, and `rows`: every third one has two pictures."""
+    """A folder with a tiny model of each family, and `rows`, every third of which has two pictures."""
     folder = tmp_path_factory.mktemp("vision")
     for kind in KINDS:
         write_model(kind, folder / kind)
@@ -95,7 +95,7 @@ def test_losses_and_what_is_trained_are_trls(
 
 @pytest.mark.slow
 def test_what_was_saved_sees_and_is_evaluated(made: Path, tmp_path: Path) -> None:
-    """The folder is a processor's and a model's; evaluation rows are in a split of the same folder."""
+    """The folder holds a processor and a model; evaluation rows come from a split of the same folder."""
     from PIL import Image
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -280,7 +280,7 @@ def test_rows_that_lose_their_images_to_max_length_are_named(made: Path, tmp_pat
 
 
 def test_only_rows_that_lose_tokens_of_an_image_are_refused(made: Path) -> None:
-    """TRL's collator with a real processor: text alone is cut as elsewhere, and the row is named by its place."""
+    """TRL's collator with a real processor: text alone is cut as usual, and the refused row is named by its place."""
     from transformers import AutoProcessor
     from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
@@ -305,7 +305,7 @@ def test_only_rows_that_lose_tokens_of_an_image_are_refused(made: Path) -> None:
     (shown,) = set((whole == token).sum(1).tolist())
     image_ends = [int((ids == token).nonzero().max()) + 1 for ids in whole]
     assert image_ends[0] < image_ends[1] < whole.shape[1]
-    for limit in (image_ends[1], image_ends[1] + 1):  # ends after both images
+    for limit in (image_ends[1], image_ends[1] + 1):  # at and after the end of both images
         cut = collate(limit, first, last)["input_ids"]
         assert cut.shape[1] == limit
         assert set((cut == token).sum(1).tolist()) == {shown}
@@ -319,7 +319,7 @@ def test_only_rows_that_lose_tokens_of_an_image_are_refused(made: Path) -> None:
 
 
 def test_files_that_vanish_while_it_trains_are_named(made: Path, tmp_path: Path) -> None:
-    """They were there when the rows were read; from a worker of the data loader too it is one line."""
+    """The files existed when the rows were read; workers of the data loader, too, report one line."""
     folder = broken(lambda *_: None, made, tmp_path / "rows")
     (folder / "pictures/1-0.png").write_text("not a picture")
     image = {"bytes": None, "path": f"{folder}/pictures/1-0.png", "place": f"{folder}/train.jsonl:2"}
@@ -402,7 +402,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(method: str, number: signal.Signals, 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_4_bit_base_keeps_the_parts_that_see_as_they_are_and_merges(made: Path, tmp_path: Path) -> None:
-    """A projector that is trained whole could not be in 4 bits."""
+    """A projector that is trained whole cannot be in 4 bits."""
     from accel_scale.merging.adapter import merge_adapter
 
     out, merged = tmp_path / "out", tmp_path / "merged"
@@ -419,7 +419,7 @@ def test_a_4_bit_base_keeps_the_parts_that_see_as_they_are_and_merges(made: Path
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_merged_adapter_sees_as_the_base_with_it_does(made: Path, tmp_path: Path) -> None:
-    """With a projector that is trained whole beside the adapters."""
+    """With a projector that is trained whole next to the adapters."""
     import torch
     from peft import PeftModel
     from PIL import Image
@@ -453,7 +453,7 @@ def test_a_merged_adapter_sees_as_the_base_with_it_does(made: Path, tmp_path: Pa
 def test_a_rehearsal_shrinks_the_model_and_keeps_its_processor(
     made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The data are not on this machine: embedded questions get pictures."""
+    """The data are not on this machine, so embedded questions get pictures."""
     from accel_scale.cli.main import main
 
     given = f"--model_name_or_path {made / 'idefics3'} --dataset_name HuggingFaceM4/the_cauldron --train_vision all"

@@ -66,6 +66,6 @@ def test_steps_are_those_of_one_process(
     found = saved(folder)
     assert found.keys() == weights.keys()
     for name, tensor in weights.items():
-        # Biases of a tower's keys have no gradient but rounding, which Adam turns into steps.
+        # Biases of a tower's keys have no gradient but rounding errors, which Adam turns into steps.
         allowed = 1e-4 * float(tensor.norm()) + 2e-5 * name.endswith("k_proj.bias")
         assert float((found[name] - tensor).norm()) <= allowed, name

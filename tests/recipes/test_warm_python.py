@@ -1,4 +1,4 @@
-"""The stand-in for python that launches of the tests use: it has the project's modules, and those of another copy."""
+"""The stand-in for python that the tests' launches use: it has the project's modules, or those of another copy."""
 
 from __future__ import annotations
 

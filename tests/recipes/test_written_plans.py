@@ -1,4 +1,4 @@
-"""What `accel-scale plan --write` writes runs as it is: read back as the plan, refused by nothing, and rehearsed."""
+"""The output of `accel-scale plan --write` runs unchanged: it reads back as the plan, is accepted, and rehearsed."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ sys.path.insert(0, str(REPOSITORY / "benchmarks"))
 
 import rehearse_plans  # noqa: E402
 
-# Those of the pretraining recipe are in test_shared_plans.py.
+# Plans of the pretraining recipe are in test_shared_plans.py.
 FINE_TUNING = [name for name, words in rehearse_plans.REQUESTS.items() if "--recipe pretrain" not in words]
 TOOLS = {"packages": dict.fromkeys(PACKAGES, "1"), "has_compiler": True, "has_ninja": True, "has_libaio": True}
 CPU = LocalMachine(**TOOLS)
 
 
 def cuda(request: Request) -> LocalMachine:
-    """The machine that the plan is for, as the doctor would find it."""
+    """The machine that the plan is for, as the doctor would detect it."""
     gpu, planned = request.machine.gpu, request.machine
     return LocalMachine(
         accelerator=device_of(gpu),
@@ -60,7 +60,7 @@ def cuda(request: Request) -> LocalMachine:
 
 
 def errors(written: WrittenPlan, machine: LocalMachine) -> list[str]:
-    """What the doctor's rules and the recipe's own refusals say about written files."""
+    """Errors of the doctor's rules and of the recipe's own refusals about written files."""
     launch, parsed = read(written)
     found = diagnose(RunSettings.from_flags(parsed.explicit, parsed.origins), launch, machine).findings
     lines = [finding.one_line() for finding in found if not is_expected(finding.one_line(), machine)]
@@ -73,19 +73,19 @@ def errors(written: WrittenPlan, machine: LocalMachine) -> list[str]:
 
 def read(written: WrittenPlan) -> tuple[LaunchFile, ParsedFlags]:
     launch_path, recipe_path = list(written.files)[:2]
-    # Without a card that has it, fp8 must be emulated; nothing else is changed.
+    # fp8 must be emulated without a card that supports it; nothing else is changed.
     emulated = ["--fp8_emulate", "true"] if "precision: fp8" in written.files[recipe_path] else []
     return read_launch_file(launch_path), read_recipe_flags(["--config_file", str(recipe_path), *emulated], SFT)
 
 
 def in_groups(launch: LaunchFile, parsed: ParsedFlags) -> Any:
-    """The launch's strategy as the recipe sees it, with what its own flag says of rows."""
+    """The launch's strategy as the recipe sees it, with the row groups that its own flag sets."""
     size = row_group_size(parsed, launch)
     return replace(launch.parallel, sequence_parallel_size=size, context_parallel_size=size)
 
 
 def is_expected(line: str, machine: LocalMachine) -> bool:
-    """Node 0's address is the user's to write; paging on a CPU is no matter for a rehearsal."""
+    """Node 0's address is left for the user to fill in; paging on a CPU does not matter for a rehearsal."""
     return "other nodes cannot reach node 0" in line or (machine is CPU and "paging needs CUDA" in line)
 
 
@@ -99,7 +99,7 @@ def facts_of(launch: LaunchFile, parsed: ParsedFlags, machine: LocalMachine) -> 
 
 
 def plan_of(name: str) -> Plan:
-    """The request called `name` as the command would build it."""
+    """The plan of the request called `name`, built like the command's."""
     import argparse
 
     from accel_scale.cli import plan
@@ -119,7 +119,7 @@ def write(plan: Plan, candidate: Candidate, folder: Path, **choices: Any) -> Wri
 
 @pytest.mark.parametrize("name", FINE_TUNING)
 def test_written_plans_pass_the_doctor(name, tmp_path):
-    """For the machine they were made for, and for the CPU they are rehearsed on."""
+    """Both on the machine they were made for and on the CPU they are rehearsed on."""
     plan = plan_of(name)
     assert plan.best is not None
     written = write(plan, plan.best, tmp_path)
@@ -129,7 +129,7 @@ def test_written_plans_pass_the_doctor(name, tmp_path):
 
 @pytest.mark.parametrize("name", FINE_TUNING)
 def test_written_plans_read_back_as_the_plan(name, tmp_path):
-    """The recipe's own planner, given the two files, sees the setting that was planned: nothing is lost."""
+    """The recipe's own planner reads the planned setting from the two files: nothing is lost."""
     plan = plan_of(name)
     assert read_back(write(plan, plan.best, tmp_path), plan.request) == plan.best.setup
 
@@ -144,7 +144,7 @@ def read_back(written: WrittenPlan, request: Request) -> TrainingSetup:
     )
     attention, card = settings.values.get("attn_implementation") or "sdpa", request.machine.gpu.memory_bytes
     found = setup_of(settings, as_launched, attention, card_bytes=card)
-    # Full fine-tuning has no adapters, so nothing is written about them.
+    # Full fine-tuning has no adapters, so their settings are not written.
     return replace(found, lora=request.fixed["lora"]) if found.method == "full" else found
 
 
@@ -169,7 +169,7 @@ def test_no_plan_at_all_is_one_that_the_doctor_refuses(num_gpus, precision, poli
 
 
 def test_doctor_command_accepts_what_the_plan_command_prints(tmp_path, capsys, monkeypatch):
-    """The two commands as they are typed, on a machine like the one planned for."""
+    """The two commands as typed, on a machine like the one planned for."""
     monkeypatch.chdir(REPOSITORY)
     words = ["plan", "Qwen/Qwen3-8B", "--gpu", "H100-SXM", "--num_gpus", "8", "--method", "lora", "--json"]
     assert main([*words, "--write", str(tmp_path / "a plan")]) == 0
@@ -192,7 +192,7 @@ def test_files_say_what_was_planned(tmp_path):
     zero = config["zero_optimization"]
     assert zero["offload_param"]["nvme_path"] == zero["offload_optimizer"]["nvme_path"]
     assert Path(zero["offload_param"]["nvme_path"]).is_relative_to(tmp_path)
-    # A buffer holds one GPU's share of the largest weight, which is the embedding.
+    # A buffer holds one GPU's share of the largest weight, the embedding.
     assert zero["offload_param"]["buffer_size"] >= 152064 * 3584 / 2
     assert recipe["global_batch_size"] == 64
     memory = plan.best.memory
@@ -240,7 +240,7 @@ def test_plans_that_share_the_model_are_not_written_for_a_recipe_that_cannot(tmp
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["ddp-lora"])
 def test_a_written_plan_is_rehearsed(name, tmp_path):
-    """One for real; benchmarks/rehearse_plans.py does all of them."""
+    """One plan for real; benchmarks/rehearse_plans.py does all of them."""
     outcome = rehearse_plans.rehearse(name, tmp_path)
     assert outcome.status == "passed", outcome
     assert "same losses" in outcome.details

@@ -1,4 +1,4 @@
-"""Preference tuning in sixty lines: TRL's DPO trainer, known to doctor, plan and rehearse by its `RECIPE`."""
+"""Preference tuning in sixty lines: TRL's DPO trainer, known to doctor, plan and rehearse through its `RECIPE`."""
 
 from __future__ import annotations
 

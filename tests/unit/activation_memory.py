@@ -1,4 +1,4 @@
-"""How many bytes of tensors a function creates: at its peak, and left behind for the backward pass."""
+"""Bytes of tensors that a function creates: at its peak, and kept for the backward pass."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def saved_activation_bytes(function: Callable[[], Any]) -> int:
 
 
 def peak_tensor_bytes(function: Callable[[], Any]) -> int:
-    """The largest number of bytes, at any time during `function`, of storages created since it began.
+    """The peak, during `function`, of the bytes of storages created since it began.
 
-    Counts what goes through torch's dispatcher, on any device that has memory; not the scratch memory inside of
+    Counts everything that goes through torch's dispatcher, on any device with memory, but not scratch memory inside
     kernels.
     """
     from accel_scale.verifying.measured_memory import StorageTracker

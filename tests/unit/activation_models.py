@@ -1,4 +1,4 @@
-"""Small real models beside the planner's activations: what is built, how, and what both say."""
+"""Small real models to compare the planner's activations with: configurations, setups and both sets of figures."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ FIELDS = {
 }  # fmt: skip
 # Families without sdpa.
 EAGER_ONLY = ("gemma2", "gptj", "bloom", "gpt_oss")
-# What a config can switch, beside dropout.
+# Config fields that change activations, other than dropout.
 VARIANTS: dict[str, tuple[str, dict]] = {
     "olmo, clipped": ("olmo", {"clip_qkv": 8.0}),
     "cohere, norms for each head": ("cohere", {"use_qk_norm": True}),
@@ -98,7 +98,7 @@ LORA = replace(PLAIN, method="lora", precision="bf16", lora=LoraSetup(rank=8))
 
 
 def real_bytes(architecture: str, setup: TrainingSetup, **fields) -> tuple[float, float]:
-    """(kept after the forward pass, highest) of a real pass, weights not counted."""
+    """Bytes of a real pass, as (kept after the forward pass, peak), not counting the weights."""
     config = CONFIG_MAPPING[architecture](**{**FIELDS[architecture], **fields})
     config._attn_implementation = register_packed_attention() if setup.packing else setup.attention
     if setup.attention == "eager":

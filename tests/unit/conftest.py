@@ -1,4 +1,4 @@
-"""Fixtures that several files of unit tests share."""
+"""Fixtures shared by several unit-test files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 300 kB."""
+    """A tmpfs of 300 kB."""
     folder = tmp_path / "small"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(folder)]

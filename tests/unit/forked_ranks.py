@@ -1,4 +1,4 @@
-"""A function on ranks that talk by gloo: children forked from the test's process, which has the imports."""
+"""Runs a function on gloo ranks that are forked from the test's process, which has already done the imports."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-# The scripts that tests/distributed launches hold the models and comparisons.
+# Models and comparisons are in the scripts that tests/distributed launches.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "distributed"))
 
 
 def on_ranks(num_ranks: int, function: Callable[[], Any], folder: Path, *, seconds: float = 60.0) -> list[Any]:
-    """What each rank's call returns, through JSON; fails with what a rank raised, or when they do not end."""
+    """Each rank's return value, passed through JSON; fails if a rank raised or the ranks do not end in time."""
     children: list[int] = []
     waiting: list[int] = []
     failed, end = False, time.monotonic() + seconds
@@ -39,7 +39,7 @@ def on_ranks(num_ranks: int, function: Callable[[], Any], folder: Path, *, secon
                     waiting.remove(child)
                     failed |= status != 0
             time.sleep(0.01)
-    finally:  # also where the test is given up: ranks that wait for each other would stay, and hold its output open
+    finally:  # also when the test is aborted: ranks that wait for each other would stay and keep its output open
         for child in waiting:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
@@ -52,15 +52,15 @@ def on_ranks(num_ranks: int, function: Callable[[], Any], folder: Path, *, secon
 def _be(rank: int, num_ranks: int, function: Callable[[], Any], folder: Path) -> None:
     status = 1
     try:
-        torch.set_num_threads(1)  # OpenMP's threads are the parent's
+        torch.set_num_threads(1)  # the OpenMP threads belong to the parent
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
         os.environ.update({name: str(value) for name, value in places.items()}, OMP_NUM_THREADS="1")
         for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()  # an earlier test of the parent may have been a run of one process
+            state._reset_state()  # an earlier test in the parent may have run as a single process
         store = dist.FileStore(str(folder / "store"), num_ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
         (folder / f"result{rank}").write_text(json.dumps(function()), encoding="utf-8")
-        if dist.is_initialized():  # else the function has ended it
+        if dist.is_initialized():  # otherwise the function has already destroyed the group
             dist.barrier()
         status = 0
     except BaseException:

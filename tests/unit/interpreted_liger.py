@@ -1,4 +1,4 @@
-"""Liger's kernels on the CPU: run with TRITON_INTERPRET=1; prints for each family what the check comes to."""
+"""Liger's kernels on the CPU: run with TRITON_INTERPRET=1; prints the result of the check for each family."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAMILIES = {"llama": GROUPED, "qwen3": GROUPED, "gemma2": GROUPED, "opt": {**SHA
 
 
 def complete_interpreter() -> None:
-    """What Triton's compiler does and its interpreter does not: floats as tensors, and CUDA's library of functions."""
+    """Adds what Triton's interpreter lacks compared with its compiler: floats as tensors, and CUDA's math library."""
     convert = interpreter._implicit_cvt
 
     def convert_floats(value: Any) -> Any:
@@ -42,6 +42,6 @@ def replace(module: ModuleType, name: str, function: Any) -> None:
 if __name__ == "__main__":
     complete_interpreter()
     for family, fields in FAMILIES.items():
-        policies = ("none", "selective") if family == "llama" else ("none",)  # a step takes seconds there
+        policies = ("none", "selective") if family == "llama" else ("none",)  # a step takes seconds in the interpreter
         parts, why = fused_parts(CONFIG_MAPPING[family](**fields), device=torch.device("cpu"), policies=policies)
         print(f"{family}: {parts} {why}")

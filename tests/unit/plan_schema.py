@@ -1,7 +1,7 @@
-"""What `accel-scale plan --json` prints, as JSON Schema (2020-12), and a check of documents against it.
+"""The output of `accel-scale plan --json` as JSON Schema (2020-12), and a check of documents against it.
 
-The file is `accel_scale/assets/plan.schema.json`; any validator reads it. The check here knows the few words that it
-uses: type, properties, required, additionalProperties, items, anyOf and $ref.
+The schema is `accel_scale/assets/plan.schema.json` and works with any validator. This check supports only the
+keywords it uses: type, properties, required, additionalProperties, items, anyOf and $ref.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 @cache
 def schema() -> Rule:
-    """The schema."""
+    """The parsed schema."""
     return cast("Rule", json.loads(SCHEMA.read_text(encoding="utf-8")))
 
 
 def problems_of(document: object) -> list[str]:
-    """Where `document` is not as the schema says; empty where it is."""
+    """Places where `document` violates the schema; empty if it is valid."""
     return list(_problems(document, schema(), ""))
 
 

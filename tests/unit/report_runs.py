@@ -1,4 +1,4 @@
-"""Folders of runs for the tests of the report, written by what writes them in a run."""
+"""Run folders for the report tests, written by the same code that writes them in a real run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GIB = 2**30
 
 
 def plan_of(measured: float | None = None) -> dict[str, Any]:
-    """What the planner says of an 8B model with adapters, as a run records it."""
+    """The planner's figures for an 8B model with adapters, as a run records them."""
     memory = predict_memory(
         load_model_facts("meta-llama/Llama-3.1-8B", allow_download=False),
         TrainingSetup(method="lora", sequence_length=2048),
@@ -40,7 +40,7 @@ def plan_of(measured: float | None = None) -> dict[str, Any]:
 
 
 def example(text: str, said: str, *, expected: str = "4") -> dict[str, object]:
-    """One answered question, as a run keeps it."""
+    """One answered question, as a run records it."""
     return {"task": "sums", "question": text, "expected": expected, "predicted": said, "correct": said == expected}
 
 
@@ -56,7 +56,7 @@ def write_run(
     end: BaseException | None = None,
     finished: bool = True,
 ) -> Path:
-    """A run that falls from a loss of about 3 to 1, on a card, with guard events and restarts spread over it."""
+    """A run on a card whose loss falls from about 3 to 1, with guard events and restarts spread over it."""
     values = {**SETTINGS, "learning_rate": rate, **(settings or {})}
     content = {
         "recipe": "sft.py", "strategy": "single", "world_size": 1, "precision": "bf16", "attention": "sdpa",

@@ -1,4 +1,4 @@
-"""What a command says, and which modules it has imported by then."""
+"""The message of a failing command, and the modules that it has imported by then."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def said_with_imports(folder: Path, words: list[str]) -> tuple[str, set[str]]:
-    """The one line of a command that is run in `folder` and ends with status 2, and the names of its imports."""
+    """The single error line of a command run in `folder` that exits with status 2, and the names of its imports."""
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONPROFILEIMPORTTIME": "1"}
     done = subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, cwd=folder, env=env, timeout=60, check=False

@@ -1,4 +1,4 @@
-"""The board as a user starts it, and a client that sends what a browser would, or what it would not."""
+"""The board as a user starts it, and a client that sends requests as a browser would, or as none would."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A port that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -29,12 +29,12 @@ def free_port() -> int:
 
 @dataclass
 class ServedBoard:
-    """A board that is served.
+    """A running board server.
 
     Attributes:
-        address: Without a slash at its end.
-        log: What it has printed, both streams.
-        process: It.
+        address: Base URL without a trailing slash.
+        log: File with its stdout and stderr.
+        process: The server's process.
     """
 
     address: str
@@ -44,32 +44,32 @@ class ServedBoard:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What the page is told of its components."""
+        """The description of its components that the page gets."""
         if not self._config:
             self._config = httpx.get(f"{self.address}/config").json()
         return self._config
 
     def component(self, name: str) -> int:
-        """The number of a component."""
+        """The id of the component named `name`."""
         return next(each["id"] for each in self.config["components"] if each["props"].get("elem_id") == name)
 
     def event(self, name: str, kind: str = "click") -> dict[str, Any]:
-        """What happens at an event of a component."""
+        """The handler of an event of a component."""
         target = [self.component(name), kind]
         return next(each for each in self.config["dependencies"] if target in each["targets"])
 
     def names_of(self, event: dict[str, Any]) -> list[str]:
-        """The inputs of an event, in order."""
+        """Names of the inputs of an event, in order."""
         props = {each["id"]: each["props"] for each in self.config["components"]}
         return [str(props[number].get("elem_id")) for number in event["inputs"]]
 
     def values_of(self, event: dict[str, Any]) -> list[object]:
-        """The first values of those inputs."""
+        """Initial values of those inputs."""
         props = {each["id"]: each["props"] for each in self.config["components"]}
         return [props[number].get("value") for number in event["inputs"]]
 
     def send(self, event: dict[str, Any], data: object, *, session: str | None = None) -> dict[str, Any]:
-        """Send `data` to an event, and wait for the last message of the answer."""
+        """Send `data` to an event and return the last message of the answer."""
         session = session or uuid.uuid4().hex
         with httpx.Client(base_url=f"{self.address}/gradio_api", timeout=90) as client:
             body = {"data": data, "fn_index": event["id"], "session_hash": session, "event_data": None}
@@ -86,7 +86,7 @@ class ServedBoard:
 
 @contextlib.contextmanager
 def served(folder: Path, *words: str) -> Iterator[ServedBoard]:
-    """Run `accel-scale board` with `words`, its log in `folder`, and end it by Ctrl-C."""
+    """Run `accel-scale board` with `words`, with its log in `folder`, and end it with Ctrl-C."""
     port, log = free_port(), folder / "board.log"
     command = [sys.executable, "-m", "accel_scale.cli.main", "board", "--port", str(port), *words]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1", "TMPDIR": str(folder)}

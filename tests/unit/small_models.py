@@ -1,4 +1,4 @@
-"""Small models of every architecture that is modelled, built for real on the meta device."""
+"""Small models of every supported architecture, really built on the meta device."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _own_fields(draw: st.DrawFn, model_type: str, config: dict[str, Any]) -> dic
 
 
 def build(config: dict[str, Any]) -> nn.Module:
-    """The real model without memory."""
+    """The real model on the meta device, which takes no memory."""
     fields = {name: value for name, value in config.items() if name != "model_type"}
     parsed = CONFIG_MAPPING[config["model_type"]](**fields)
     with torch.device("meta"):
@@ -106,7 +106,7 @@ def build(config: dict[str, Any]) -> nn.Module:
 
 
 def each_family(examples: int) -> Any:
-    """Runs a test on random configs of every architecture."""
+    """Run a test on random configs of every architecture."""
 
     def decorate(check: Any) -> Any:
         @functools.wraps(check)

@@ -1,4 +1,4 @@
-"""Activation memory as the planner says it, against tensors that real models allocate, and what must always hold."""
+"""The planner's activation memory against tensors that real models allocate, and invariants that must always hold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel_scale.planning.models.model_config import facts_from_config
 from accel_scale.planning.models.training_setup import LoraSetup, ParallelSetup, TrainingSetup
 from accel_scale.planning.tape.activations import _walk, step_bytes
 
-# Few setups for all families, all setups for one.
+# A few setups for all families, all setups for one family.
 FAMILY_SETUPS = {
     "fp32": PLAIN,
     "bf16, checkpointed": replace(PLAIN, precision="bf16", checkpointing="full"),
@@ -113,7 +113,7 @@ def test_tiles_keep_and_reach_what_is_predicted(architecture, setup_name):
 
 @pytest.mark.slow
 def test_packed_rows_without_a_mask_within_the_padding_of_their_buckets():
-    # How documents fall into buckets is not known to a plan, which takes the mean over many.
+    # A plan cannot know how documents fall into buckets, so it takes the mean over many.
     saved, peak = real_bytes("llama", replace(PLAIN, packing=True))
     said = predicted("llama", replace(PLAIN, packing=True))
     assert said.saved_bytes == pytest.approx(saved, rel=0.03)
@@ -129,7 +129,7 @@ def test_a_few_walked_layers_say_what_all_would(architecture, checkpointing):
     few, every = step_bytes(facts, setup), _walk(facts, setup, True, False, None)
     assert few.saved_bytes == pytest.approx(every.saved_bytes, rel=1e-9)
     assert few.gradient_bytes == pytest.approx(every.gradient_bytes, rel=1e-9)
-    # Where kinds of layers alternate, which of them is last moves the peak by one layer's temporaries.
+    # Where kinds of layers alternate, the kind that comes last moves the peak by one layer's temporaries.
     assert few.peak_bytes == pytest.approx(every.peak_bytes, rel=1e-9 if len(facts.layers) == 1 else 0.02)
 
 
@@ -137,7 +137,7 @@ def test_segments_are_as_long_as_the_root_of_the_number_of_layers():
     facts = load_model_facts("meta-llama/Llama-3.1-8B")
     kept = {name: step_bytes(facts, replace(PLAIN, checkpointing=name)) for name in ("segments", "segments_6", "full")}
     assert kept["segments"] == kept["segments_6"]
-    # Of 32 layers 6 keep an input: 26 inputs less than under full.
+    # 6 of the 32 layers keep an input: 26 inputs fewer than with full checkpointing.
     less = kept["full"].saved_bytes - kept["segments"].saved_bytes
     assert less == 26 * PLAIN.micro_batch_size * PLAIN.sequence_length * facts.hidden_size * 4
 
@@ -149,7 +149,7 @@ def test_full_checkpointing_keeps_one_input_per_layer():
     longer = replace(long, sequence_length=16384)
     added = step_bytes(facts, longer).saved_bytes - step_bytes(facts, long).saved_bytes
     per_layer = 2 * 2 * 8192 * 4096
-    # The last hidden states, their gradients and the norm's own are beside the 32 inputs.
+    # On top of the 32 inputs come the last hidden states, their gradients and those of the final norm.
     assert added == pytest.approx(32 * per_layer, rel=0.2)
     assert added > 32 * per_layer
 
@@ -201,7 +201,7 @@ def test_more_tokens_never_need_less(name, setup, more_rows):
     grown = {"micro_batch_size": setup.micro_batch_size + 1} if more_rows else {"sequence_length": 2560}
     less, more = step_bytes(facts, setup), step_bytes(facts, replace(setup, **grown))
     assert more.saved_bytes > less.saved_bytes
-    # Where the chunked loss goes from one chunk to two, it saves a cast of the head's gradient.
+    # When the chunked loss goes from one chunk to two, it saves a cast of the head's gradient.
     cast = 4 * facts.vocab_size * facts.hidden_size if setup.loss == "chunked" else 0
     assert more.peak_bytes >= less.peak_bytes - cast
 
@@ -236,9 +236,9 @@ def test_parallel_ranks_share_activations():
     alone = step_bytes(facts, setup)
     sequence = step_bytes(facts, replace(setup, parallel=ParallelSetup(num_gpus=4, sequence_parallel=4)))
     tensor = step_bytes(facts, replace(setup, parallel=ParallelSetup(num_gpus=4, tensor_parallel=4)))
-    # A quarter of the tokens, and copies for the exchange; all weights.
+    # A quarter of the tokens plus copies for the exchange; all of the weights.
     assert 0.25 * alone.saved_bytes < sequence.saved_bytes < 0.35 * alone.saved_bytes
     assert sequence.gradient_bytes == pytest.approx(alone.gradient_bytes)
-    # Hidden states and norms stay whole under tensor parallelism; matrices are divided.
+    # Under tensor parallelism hidden states and norms stay whole; matrices are divided.
     assert 0.25 * alone.saved_bytes < tensor.saved_bytes < 0.6 * alone.saved_bytes
     assert tensor.gradient_bytes == pytest.approx(alone.gradient_bytes / 4, rel=0.01)

@@ -1,4 +1,4 @@
-"""Adapters of the default flags on mixtures of experts and state-space models: train, reload, merge."""
+"""Adapters with default flags on mixtures of experts and state-space models: train, reload, merge."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LATENT = {
 INDEXER = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_expand": 2}
 EXPERTS = {"down_proj", "gate_up_proj", "gate.weight"}
-# Configuration, weights that are adapted in place, and linear layers that are left out.
+# Configuration, weights that are adapted in place, and linear layers that get no adapter.
 FAMILIES = {
     "mixtral": ({**DENSE, "num_local_experts": 3}, EXPERTS, set()),
     "minimax": ({**DENSE, "num_local_experts": 3, "block_size": 4, "head_dim": 8}, EXPERTS, set()),
@@ -79,7 +79,7 @@ def test_default_adapters_train_reload_and_merge(tmp_path, family):
     assert set(config.target_parameters or ()) <= FAMILIES[family][1]
     model = get_peft_model(base, config).train()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
-    for _ in range(2):  # in the first step only B has a gradient
+    for _ in range(2):  # in the first step only B gets a gradient
         model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
         optimizer.step()
     idle = [name for name, p in model.named_parameters() if p.requires_grad and not p.grad.any()]
@@ -105,7 +105,7 @@ def test_default_dropout_gives_way_to_experts_and_a_chosen_one_is_refused():
         lora_config(ModelConfig(lora_r=4, lora_dropout=0.1), skeleton_of(config_of("mixtral")))
     assert error.value.place == "--lora_dropout"
     assert lora_config(ModelConfig(lora_r=4, lora_dropout=0.0), skeleton_of(config_of("mixtral"))).lora_dropout == 0
-    # On the attention alone it can.
+    # Dropout is allowed if only the attention is adapted.
     attention = ModelConfig(lora_r=4, lora_dropout=0.1, lora_target_modules=["q_proj", "v_proj"])
     assert lora_config(attention, skeleton_of(config_of("mixtral"))).lora_dropout == 0.1
     assert lora_config(ModelConfig(lora_r=4), skeleton_of(config_of("phimoe")), dropout_is_set=False).lora_dropout > 0
@@ -133,7 +133,7 @@ def test_targets_that_would_train_nothing_are_refused(targets):
     ],
 )
 def test_modules_and_parameters_that_are_not_there_are_refused(flag, words, fix):
-    """PEFT trains the rest without a word."""
+    """PEFT would silently train the rest."""
     with pytest.raises(ConfigError, match=f"has no '{words[-1]}'") as error:
         lora_config(ModelConfig(**{flag: words}), skeleton_of(config_of("mixtral")), dropout_is_set=False)
     assert error.value.place == f"--{flag}"
@@ -147,14 +147,14 @@ def test_one_pattern_stands_for_all_layers():
 
 
 class Scaled(torch.nn.Linear):
-    """A linear layer with a forward of its own."""
+    """A linear layer whose forward differs from nn.Linear's."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * torch.nn.functional.linear(x, self.weight, self.bias)
 
 
 class Router(torch.nn.Linear):
-    """Gives a choice beside its product."""
+    """A linear layer that also returns a choice."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         product = torch.nn.functional.linear(x, self.weight)
@@ -162,14 +162,14 @@ class Router(torch.nn.Linear):
 
 
 class Grouped(torch.nn.Linear):
-    """Takes groups of rows."""
+    """A linear layer that takes groups of rows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.bmm(x, self.weight.t().expand(x.shape[0], -1, -1))
 
 
 class Summed(torch.nn.Linear):
-    """Gives one number for each row."""
+    """A linear layer that returns one number per row."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(x, self.weight).sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Adapters and quantised bases on real layers: what is trained, what is quantised, and how many bytes it takes."""
+"""Adapters and quantised bases on real layers: which weights are trained, which are quantised, and their bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from accel_scale.quiet import quiet_imports
 
 quiet_imports()
 NUM_LAYERS, HIDDEN, INTERMEDIATE, KV, VOCABULARY = 2, 256, 512, 128, 512
-# (in, out) of every linear layer of a block.
+# (in, out) of every linear layer in a block.
 BLOCK_SHAPES = {
     "q_proj": (HIDDEN, HIDDEN),
     "k_proj": (HIDDEN, KV),
@@ -36,7 +36,7 @@ BLOCK_WEIGHTS = sum(a * b for a, b in BLOCK_SHAPES.values())
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A small Llama saved as a user's model would be."""
+    """A small Llama, saved as a user's model would be."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -101,7 +101,7 @@ class TestLora:
         assert len(names) == NUM_LAYERS * len(BLOCK_SHAPES)
 
     def test_trainable_parameters(self, folder):
-        """r × (in + out) per layer."""
+        """r × (in + out) for each linear layer."""
         for rank in (4, 16):
             model = adapted(load(folder, precision="fp32"), lora_r=rank)
             expected = NUM_LAYERS * rank * sum(a + b for a, b in BLOCK_SHAPES.values())
@@ -112,7 +112,7 @@ class TestLora:
         model = adapted(load(folder, precision="fp32"), lora_r=16, lora_alpha=32, use_rslora=use_rslora)
         layer = model.base_model.model.model.layers[0].mlp.up_proj
         assert layer.scaling["default"] == pytest.approx(expected)
-        # The factor is really applied: the adapter's output is scaling × B A x.
+        # The factor is actually applied: the adapter's output is scaling × B A x.
         inputs = torch.randn(3, HIDDEN)
         torch.nn.init.normal_(layer.lora_B["default"].weight)
         layer.lora_dropout["default"].p = 0.0
@@ -146,7 +146,7 @@ class TestLora:
     @pytest.mark.parametrize(
         ("given", "expected"),
         [
-            (["q_proj"], {"q_proj"}),  # TRL makes it a string, which PEFT takes for a regular expression
+            (["q_proj"], {"q_proj"}),  # TRL turns this into a string, which PEFT takes for a regular expression
             (["q_proj", "v_proj"], {"q_proj", "v_proj"}),
             (["all-linear"], set(BLOCK_SHAPES)),
             ([r".*\.mlp\..*_proj"], {"gate_proj", "up_proj", "down_proj"}),
@@ -189,7 +189,7 @@ class TestQlora:
 
     @pytest.mark.parametrize(("double", "expected"), [(True, 4.127), (False, 4.5)])
     def test_measured_bits_per_parameter(self, folder, double, expected):
-        """Codes and constants of every layer, counted in bytes; the 16-entry code books and 4-byte offsets apart."""
+        """Bytes of every layer's codes and constants, without the 16-entry code books and 4-byte offsets."""
         layers = quantised_layers(load(folder, four_bit(double=double)))
         num_bytes = 0
         for layer in layers.values():
@@ -212,7 +212,7 @@ class TestQlora:
             original = exact.get_submodule(name).weight
             restored = F.dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
             error = (restored - original).norm() / original.norm()
-            # NF4 on a normal distribution: about 9 % (16 levels); a wrong code book or scale gives 50 % and more.
+            # NF4 on a normal distribution: about 9 % error (16 levels); a wrong code book or scale gives 50 % or more.
             assert 0.05 < error < 0.12
         assert loss_of(model).item() == pytest.approx(loss_of(exact).item(), rel=0.02)
 
@@ -241,7 +241,7 @@ class TestQlora:
         weights = [layer.weight for layer in quantised_layers(model).values()]
         assert {weight.dtype for weight in weights} == {storage}
         assert sum(w.numel() * w.element_size() for w in weights) == NUM_LAYERS * BLOCK_WEIGHTS // 2
-        # What sharding casts to: the same dtype, so the packed bits survive.
+        # The storage dtype is the dtype that sharding casts to, so the packed bits survive.
         if strategy in ("fsdp2", "zero3"):
             assert storage == precision_named(precision).compute_dtype
 
@@ -250,7 +250,7 @@ class TestQlora:
         assert losses[0] == pytest.approx(losses[1], rel=0.01)
 
     def test_casting_packed_weights_destroys_them(self, folder):
-        """Why storage must equal what sharding casts to."""
+        """The reason why the storage dtype must equal the dtype that sharding casts to."""
         model = load(folder, four_bit(), "fp32", "fsdp2")
         weight = quantised_layers(model)["model.layers.0.mlp.up_proj"].weight
         packed = weight.data.view(torch.uint8)
@@ -280,7 +280,7 @@ class TestQlora:
         assert config.bnb_4bit_quant_storage == torch.bfloat16
 
     def test_preparation_upcasts_nothing(self, folder):
-        """PEFT's own preparation turns embedding, head and norms into fp32."""
+        """PEFT's own preparation casts embedding, head and norms to fp32."""
         from peft import prepare_model_for_kbit_training
 
         def num_bytes(model):
@@ -352,7 +352,7 @@ class TestEightBit:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_a_base_is_quantised_tensor_by_tensor(tmp_path, strategy):
-    """Never is there a whole copy in full precision beside it, in memory that every rank of a node takes again."""
+    """There is never a whole full-precision copy beside the quantised model; each rank of a node would hold one."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from accel_scale.modeling.loading import load_model
@@ -375,7 +375,7 @@ def test_a_base_is_quantised_tensor_by_tensor(tmp_path, strategy):
 
 
 def test_weights_that_a_model_clamps_as_it_trains_stay_as_they_are(tmp_path):
-    """Gemma 3n writes the coefficients of its predictions in place, which packed 4-bit weights do not allow."""
+    """Gemma 3n clamps its prediction coefficients in place, which packed 4-bit weights do not allow."""
     from transformers import AutoModelForCausalLM, Gemma3nTextConfig
 
     from accel_scale.modeling.loading import load_model

@@ -1,4 +1,4 @@
-"""The diagram of docs/architecture.md against the imports of the package, lazy ones included."""
+"""The diagram of docs/architecture.md against the package's imports, including lazy ones."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ ARROWS = re.findall(r"^  (\w+) --> (\w+)$", PAGE, re.MULTILINE)
 
 
 def room_of(module: str) -> str | None:
-    """The longest name in a box that `module` is in."""
+    """The longest name in the diagram's boxes that contains `module`."""
     parts = module.split(".")[1:]
     names = (".".join(parts[:length]) for length in (2, 1))
     return next((name for name in names if name in BOX_OF), None)
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Names of this package that a module imports, in functions too; those for type checkers are left out."""
+    """Names of this package that a module imports, also inside functions but not for type checking only."""
     todo: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while todo:
         node = todo.pop()
@@ -54,7 +54,7 @@ def test_every_room_is_in_one_box():
 
 
 def edges() -> set[tuple[str, str]]:
-    """(room, room) of every import between rooms, the recipes' included."""
+    """(room, room) for every import between rooms, including those of the recipes."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
         room = room_of(".".join(["accel_scale", *path.relative_to(PACKAGE).with_suffix("").parts]))
@@ -85,7 +85,7 @@ def test_every_room_is_described():
         for path in PACKAGE.rglob("*.py")
         if path.name != "__init__.py" and path.parent != PACKAGE
     }
-    # Named in their room's row.
+    # These are named in the row of their room.
     nested = {"data/pretraining", "parallel/pipelines"}
     nested |= {f"modeling/{name}" for name in ("fused", "packing", "recomputing", "tiling")}
     assert folders - nested <= described

@@ -1,4 +1,4 @@
-"""The attention a run gets, packed documents that cannot see each other, and `sdpa_packed` beside masked SDPA."""
+"""Attention chosen for a run, isolation of packed documents, and `sdpa_packed` against masked SDPA."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def test_a_document_does_not_change_its_neighbours_loss(attention):
     changed["input_ids"][1, :7] = rows["input_ids"][1, :7] % (VOCAB - 1) + 1
     with torch.no_grad():  # flex_attention has no backward pass on a CPU
         difference = (token_losses(model, changed) - token_losses(model, rows)).abs()
-    # The loss at position i is for token i + 1, so a changed document moves the losses from its predecessor's last
-    # position, which predicts its first token, to its last but one.
+    # The loss at position i is for token i + 1, so a changed document affects the losses from its predecessor's last
+    # position, which predicts its first token, up to its own second-to-last one.
     neighbours = torch.ones_like(difference, dtype=torch.bool)
     neighbours[0, 40:66] = neighbours[1, :7] = False
     assert difference[neighbours].max() == 0
@@ -135,8 +135,8 @@ def test_rows_packed_by_trl_are_isolated(strategy):
     [
         (MambaConfig(), "carry a state"),
         (Qwen3NextConfig(), "linear_attention layers"),
-        (CONFIG_MAPPING["rwkv"](), "rwkv models carry a state"),  # by its class alone
-        (CONFIG_MAPPING["minimax"](), "linear_attention layers"),  # by its layers alone
+        (CONFIG_MAPPING["rwkv"](), "rwkv models carry a state"),  # recognised by its class alone
+        (CONFIG_MAPPING["minimax"](), "linear_attention layers"),  # recognised by its layers alone
     ],
 )
 def test_a_state_is_read_from_a_configuration(config, layers):
@@ -253,7 +253,7 @@ def test_layout_stands_for_the_dense_mask(window):
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that counts what would wait for a device, as do all tensors computed with it."""
+    """A tensor that counts operations that would wait for a device, as do all tensors computed from it."""
 
     waits = 0
 
@@ -292,7 +292,7 @@ def test_a_packed_layout_is_uploaded_at_once():
     starts[:, 0] = starts[0, 5] = True
     with Uploads() as uploads:
         layout = packed_layout(starts, None, torch.device("meta"))
-        slots = [layout.token_of_slot, layout.slot_of_token, layout.padding_slots] * 2  # a second layer asks again
+        slots = [layout.token_of_slot, layout.slot_of_token, layout.padding_slots] * 2  # as a second layer asks
     assert (uploads.count, slots[1].shape) == (1, (32,))
 
 
@@ -323,7 +323,7 @@ def test_a_window_longer_than_every_document_is_no_window():
     assert packed_layout(starts, 11, torch.device("cpu")).window == 11
 
 
-# Processors without bf16 arithmetic spend their time in the products, which both kinds of attention have.
+# Processors without bf16 arithmetic spend their time in the matrix products, which both kinds of attention need.
 BF16_LEAST = 2.0 if "avx512_bf16" in Path("/proc/cpuinfo").read_text() else 1.0
 
 

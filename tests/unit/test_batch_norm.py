@@ -1,4 +1,4 @@
-"""BatchNorm under data parallelism and accumulation: said with numbers, synchronised where that was asked for."""
+"""BatchNorm under data parallelism and accumulation: reported with numbers, synchronised where requested."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def settled(
 def test_batch_norm_that_sees_the_whole_batch_is_left_alone() -> None:
     model = cnn()
     assert settled(model) == (model, [])
-    assert settled(nn.Linear(2, 2), num_processes=4, accumulation=4)[1] == []  # it has none
+    assert settled(nn.Linear(2, 2), num_processes=4, accumulation=4)[1] == []  # no BatchNorm in the model
     frozen = cnn().requires_grad_(False)
     assert settled(frozen, num_processes=4)[1] == []
 
@@ -53,7 +53,7 @@ def test_it_is_synchronised_over_ranks_with_its_parameters_and_statistics() -> N
     weight = model[1].weight
     found, lines = settled(model, sync=True, num_processes=2)
     assert isinstance(found[1], nn.SyncBatchNorm)
-    assert found[1].weight is weight  # an optimizer made before trains it
+    assert found[1].weight is weight  # so an optimizer created earlier still trains it
     assert found[1].running_mean.tolist() == [3.0] * 4
     assert lines == []
 

@@ -1,4 +1,4 @@
-"""The board without its server: plans as the command's, files read safely, runs found, and stopped surely."""
+"""The board without its server: the command's plans, files read safely, runs found, and runs stopped reliably."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def asked(**values: object) -> dict[str, str | bool]:
-    """What the controls say, with `values` in the place of their first ones."""
+    """The settings of the controls, with `values` in place of their initial values."""
     return settings_of([values.get(name_of(control), start_of(control)) for control in CONTROLS])  # type: ignore[misc]
 
 
@@ -86,7 +86,7 @@ def test_nothing_fits_and_the_page_says_what_would() -> None:
         ({"model": "/etc/passwd"}, "MODEL", "is no name of a model"),
         ({"model": "~/.ssh/id_rsa"}, "MODEL", "is no name of a model"),
         ({"model": "<script>alert(1)</script>"}, "MODEL", "is no name of a model"),
-        ({"model": "accel_scale/board"}, "MODEL", "is no name of a model"),  # a folder that is here
+        ({"model": "accel_scale/board"}, "MODEL", "is no name of a model"),  # an existing folder
         ({"model": ""}, "MODEL", "no model is named"),
         ({"model": "a" * 5000}, "--model", "5,000 characters"),
         ({"gpu": "x" * 201}, "--gpu", "201 characters"),
@@ -126,7 +126,7 @@ def test_a_change_is_compared_alone_and_one_that_cannot_be_is_a_row() -> None:
     text = plan_answers.compared(
         settings, {"max_length": "4096", "num_gpus": "3", "global_batch_size": "64", "lora_r": "16"}
     )
-    assert text.count("<tr>") == 4  # head, base, two changes
+    assert text.count("<tr>") == 4  # header, base and two changes
     assert '<th scope="row">max_length=4096</th>' in text
     assert "a global batch of 64 does not divide among 3 GPUs" in text
     assert "--what_if max_length=4096 num_gpus=3</code>" in text
@@ -152,7 +152,7 @@ def test_files_are_those_that_the_command_writes(
     answered = plan_answers.answer(asked(gpu="H100", num_gpus=8, method="full"))
     files = plan_answers.written(answered, answered.shown[0])
     archive = plan_answers.packed(files, tmp_path / "served")
-    assert archive == plan_answers.packed(files, tmp_path / "served")  # the same again
+    assert archive == plan_answers.packed(files, tmp_path / "served")  # the same archive again
     with zipfile.ZipFile(archive) as opened:
         opened.extractall(tmp_path / "taken")
         assert "README.txt" in opened.namelist()
@@ -306,7 +306,7 @@ def test_progress_says_how_long_it_will_take(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=20, finished=False)
     start = {"start": {"step": 0, "num_steps": 120}}
     (run / "run_starts.jsonl").write_text(json.dumps(start) + "\n")
-    assert progress_of(records_of(run)).text == "step 20 of 120"  # nobody holds its folder
+    assert progress_of(records_of(run)).text == "step 20 of 120"  # no process holds its folder
     with holding(run):
         found = progress_of(records_of(run))
         assert found.seconds_left == pytest.approx(52, abs=1)
@@ -359,8 +359,8 @@ with held(folder):
 """
 
 
-class holding:  # reads as a statement
-    """A process that holds a run's folder as a run does."""
+class holding:  # lower case because it reads as a statement
+    """A process that holds a run's folder the way a run does."""
 
     def __init__(self, folder: Path, *, catches: bool = True, user: int = 0) -> None:
         words = [sys.executable, "-c", HOLDER, str(folder), "catches" if catches else "dies", str(user)]
@@ -387,7 +387,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stranger() -> Iterator[subprocess.Popen[bytes]]:
-    """A process of this user that has nothing to do with any run."""
+    """A process of the same user that has nothing to do with any run."""
     process = subprocess.Popen(
         [sys.executable, "-c", "import signal, time\nsignal.signal(15, print)\ntime.sleep(600)"]
     )
@@ -426,7 +426,7 @@ def told(pid: int, host: str | None = None) -> str:
 def test_a_number_in_a_file_is_no_proof(
     run: Path, stranger: subprocess.Popen[bytes], lock: Callable[[int], str], why: str
 ) -> None:
-    """The lock is held by a run, and its file names somebody else."""
+    """A run holds the lock, but the lock file names another process."""
     with holding(run) as process:
         (run / LOCK_FILE).write_text(lock(stranger.pid))
         with pytest.raises(ConfigError, match=why):

@@ -1,4 +1,4 @@
-"""The board as it is served: every tab, control and picture in Chromium, and a server that gives away nothing else."""
+"""The served board: every tab, control and picture in Chromium, and a server that leaks nothing else."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: 
 WIDTHS = (375, 800, 1600)
 SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 SECRET = "canary-4711"
-# A warning of its client whenever an upload has ended.
+# A warning of Gradio's client at the end of every upload.
 FROM_GRADIO = "Method not implemented."
 REFUSED_BY_GRADIO = {"ComponentProcessingError", "InvalidPathError"}
 LAUNCH = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 1\n"
@@ -45,7 +45,7 @@ LAUNCH = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of runs, beside a file that is nobody's business."""
+    """A folder of runs next to a file that must stay private."""
     base = tmp_path_factory.mktemp("board")
     (base / "secret.txt").write_text(SECRET)
     write_run(base / "runs" / "guarded", steps=60, events=3, restarts=2)
@@ -125,7 +125,7 @@ def test_uploads_are_limited(board: ServedBoard) -> None:
 
 
 def dropped(board: ServedBoard, content: str, name: str = "launch.yaml") -> dict[str, object]:
-    """A file as a browser gives it to an event."""
+    """An uploaded file in the form in which a browser passes it to an event."""
     (path,) = httpx.post(f"{board.address}/gradio_api/upload", files={"files": (name, content.encode())}).json()
     return {"path": path, "orig_name": name, "meta": {"_type": "gradio.FileData"}}
 
@@ -134,7 +134,7 @@ def test_a_dropped_file_cannot_name_files_of_this_host(board: ServedBoard, root:
     config = root / "app.json"
     config.write_text(json.dumps({"zero_optimization": {"stage": SECRET}}))
     check = board.event("doctor-button")
-    # DeepSpeed's file is looked for in every folder above the launch file.
+    # DeepSpeed's file is looked up in every folder above the launch file.
     for name in (str(config)[1:], config.name, str(config), f"{'../' * 9}{str(config)[1:]}"):
         launch = f"distributed_type: DEEPSPEED\ndeepspeed_config:\n  deepspeed_config_file: {name}\n"
         answer = board.send(check, ["the file dropped below", [dropped(board, launch)], "sft", None])
@@ -206,7 +206,7 @@ def test_fifty_clicks_at_once_and_hostile_values_are_answered(board: ServedBoard
     assert not Path("/tmp/hit").exists()
     log = board.log.read_text()
     assert "Traceback" not in log
-    # Refused by Gradio before any code of the board has seen the value.
+    # Gradio refuses these before any code of the board sees the value.
     assert set(re.findall(r"was not answered \((\w+) at \w+\.py:\d+: ", log)) == REFUSED_BY_GRADIO
 
 
@@ -265,7 +265,7 @@ def browser() -> Iterator[Browser]:
 
 @contextlib.contextmanager
 def opened(browser: Browser, board: ServedBoard) -> Iterator[Page]:
-    """The page once its first plan is there; it says nothing on the console and asks nobody else for anything."""
+    """The page after its first plan has appeared; it logs nothing to the console and requests nothing elsewhere."""
     page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
     said: list[str] = []
     asked: list[str] = []
@@ -287,7 +287,7 @@ def show(page: Page, tab: str, waits_for: str) -> None:
 
 
 def pick(page: Page, field: str, text: str) -> None:
-    """Choose from a dropdown."""
+    """Choose an option of a dropdown."""
     page.click(f"{field} input")
     page.get_by_role("option", name=text, exact=True).click()
 
@@ -305,14 +305,14 @@ def test_a_plan_is_asked_for_and_taken_away(browser: Browser, board: ServedBoard
         assert "--max_length 4096" in page.input_value("#plan-command textarea")
         page.wait_for_function("document.querySelector('#plan-recipe textarea').value.includes('max_length: 4096')")
         assert page.input_value("#what-if-max_length input[type=number]") == "4096"
-        # What is open stays open, and can be set.
+        # Settings that were left open stay open and can be set.
         page.click("text=More settings")
         assert page.input_value("#plan-per_device_train_batch_size input") == ""
         page.fill("#plan-per_device_train_batch_size input", "2")
         page.keyboard.press("Enter")
         page.wait_for_function("document.querySelector('#plan-command textarea').value.includes('batch_size 2')")
         page.wait_for_function("document.querySelector('#plan-recipe textarea').value.includes('batch_size: 2')")
-        # Another setting of the table, and its files.
+        # Choosing another setting of the table shows its files.
         first = page.input_value("#plan-launch textarea")
         page.click("#plan-chosen input")
         page.get_by_role("option").nth(1).click()
@@ -425,7 +425,7 @@ def test_axe_finds_nothing_to_mend_and_nothing_sticks_out(browser: Browser, boar
             for width, scheme in itertools.product(WIDTHS, SCHEMES):
                 page.set_viewport_size({"width": width, "height": 900})
                 page.emulate_media(color_scheme=scheme)
-                page.wait_for_timeout(300)  # until the tab has faded in, and menus have moved
+                page.wait_for_timeout(300)  # until the tab has faded in and menus have moved
                 background = page.evaluate("getComputedStyle(document.body).backgroundColor")
                 assert (background == "rgb(255, 255, 255)") == (scheme == "light"), (tab, width, scheme)
                 assert page.evaluate("document.documentElement.scrollWidth") <= width, (tab, width, scheme)

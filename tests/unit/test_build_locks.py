@@ -1,4 +1,4 @@
-"""Which ninja builds torch extensions; the locks of builds are in test_checks.py, beside the doctor's rule on them."""
+"""Which ninja builds torch extensions; build locks are tested in test_checks.py, next to the doctor's rule on them."""
 
 from __future__ import annotations
 

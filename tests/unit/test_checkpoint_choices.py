@@ -1,4 +1,4 @@
-"""Which checkpoint is taken, which may go, and which is refused: by names, manifests and ranks, without a run."""
+"""Which checkpoint is resumed, deleted or refused, by names, manifests and ranks, without a run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def steps(output_dir: Path) -> list[int]:
 
 @pytest.fixture
 def five(tmp_path: Path) -> Path:
-    """Steps 2, 4, 6, 8, 10, saved in this order."""
+    """Checkpoints of steps 2, 4, 6, 8, 10, saved in this order."""
     for index, step in enumerate((2, 4, 6, 8, 10)):
         save(checkpoint_folder(tmp_path, step), step, index + 1)
     return tmp_path
@@ -73,7 +73,7 @@ def five(tmp_path: Path) -> Path:
         ({"keep_last": 1}, [10]),
         ({"keep_last": 1, "keep_every": 4}, [4, 8, 10]),
         ({"keep_last": 1, "keep_every": 3}, [6, 10]),
-        ({"keep_last": 2, "best": 4}, [4, 10]),  # the best one is one of the two
+        ({"keep_last": 2, "best": 4}, [4, 10]),  # the best one is among the two kept
         ({"keep_last": 3, "best": 4}, [4, 8, 10]),
         ({"keep_last": 1, "best": 4}, [4, 10]),
         ({"keep_last": 1, "best": 10}, [10]),
@@ -89,7 +89,7 @@ def test_what_is_deleted(five: Path, rule: dict[str, Any], kept: list[int]) -> N
 
 
 def test_the_newest_is_the_one_saved_last_and_damaged_ones_are_named(five: Path) -> None:
-    save(checkpoint_folder(five, 3), 3, 6)  # after going back
+    save(checkpoint_folder(five, 3), 3, 6)  # saved after going back to an earlier step
     os.truncate(five / "checkpoint-8" / "weights", 3)
     (five / "checkpoint-6" / "manifest.json").unlink()
     foreign(five / "checkpoint-12")
@@ -152,7 +152,7 @@ def test_every_file_has_one_rank(tmp_path: Path) -> None:
 
 
 class OneOf(Meeting):
-    """A rank of several, whose others find nothing."""
+    """One rank of three, whose peers find nothing."""
 
     rank, world_size = 1, 3  # type: ignore[assignment]
 
@@ -213,7 +213,7 @@ def test_a_trainer_takes_what_a_trainer_wrote_under_its_strategy(tmp_path: Path)
         (TRAINERS, None),
         (("trainer_state.json", "optimizer.bin", "scheduler.pt", "random_states_0.pt"), None),
         (("trainer_state.json", "optimizer_0", "scheduler.pt", "rng_state_0.pth"), None),
-        (("trainer_state.json", "latest", "rng_state_3.pth"), None),  # DeepSpeed's schedule is in its engine
+        (("trainer_state.json", "latest", "rng_state_3.pth"), None),  # DeepSpeed keeps the schedule in its engine
         (TRAINERS[1:], "has no trainer_state.json"),
         (("trainer_state.json", "scheduler.pt", "rng_state.pth"), "has no optimizer state"),
         (("trainer_state.json", "optimizer.pt", "rng_state.pth"), "has no scheduler.pt"),
@@ -293,7 +293,7 @@ def test_random_states_of_old_and_new_ranks(tmp_path: Path) -> None:
         assert trainers.load_random_states(tmp_path, manifest, rank(new))
         assert drawn() in seen, "the same whenever it is resumed"
     assert len(seen | {expected}) == 3
-    # A rank that the checkpoint knows and has no file of ours has the Trainer's own.
+    # A rank known to the checkpoint but without a file of ours uses the Trainer's own.
     assert not trainers.load_random_states(tmp_path, manifest, rank(0))
     assert not trainers.load_random_states(tmp_path, None, rank(2))
 

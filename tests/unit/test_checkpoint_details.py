@@ -1,4 +1,4 @@
-"""What a checkpoint promises beyond its bytes: on the disk before it appears, and out of reach of later steps."""
+"""What a checkpoint guarantees beyond its bytes: synced to disk before it appears, and unaffected by later steps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Small:
         self.manager = CheckpointManager(self.accelerator, folder, **settings)
 
     def micro_batches(self, count: int) -> list[bool]:
-        """Whether each of them ended with a step."""
+        """For each micro-batch, whether it ended with a step."""
         stepped = []
         for _ in range(count):
             with self.accelerator.accumulate(self.model):
@@ -118,7 +118,7 @@ def test_a_run_that_goes_back_waits_for_what_is_being_written(small: Any, monkey
 
 
 def test_accumulation_goes_on_in_the_middle(small: Any) -> None:
-    """Three micro-batches of two a step: the next one ends a step, and in a run that forgot it would begin one."""
+    """With two micro-batches per step, three leave one open: the next one must end a step, not begin a new one."""
     run = small(accumulation=2)
     assert run.micro_batches(3) == [False, True, False]
     run.manager.save(1)
@@ -132,7 +132,7 @@ def test_accumulation_goes_on_in_the_middle(small: Any) -> None:
 
 
 class Disk:
-    """The order of syncs and renames, by path."""
+    """Records the order of syncs and renames, by path."""
 
     def __init__(self, monkeypatch: Any) -> None:
         self.events: list[tuple[str, Path]] = []
@@ -155,7 +155,7 @@ class Disk:
         monkeypatch.setattr(os, "replace", replaced)
 
     def before(self, folder: Path) -> set[Path]:
-        """What was synced before `folder` got its name."""
+        """Paths that were synced before `folder` got its name."""
         at = self.events.index(("rename", folder))
         return {path for kind, path in self.events[:at] if kind == "sync"}
 
@@ -175,7 +175,7 @@ def disk(monkeypatch: Any) -> Disk:
 def test_every_byte_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(
     small: Any, disk: Disk, tmp_path: Path, asynchronous: bool
 ) -> None:
-    """After a power cut a checkpoint that is there is whole: files, their folder, then the rename, then its folder."""
+    """After a power cut every visible checkpoint is whole: files, their folder, then the rename, then its folder."""
     run = small(asynchronous=asynchronous)
     run.micro_batches(1)
     run.manager.save(1)
@@ -202,7 +202,7 @@ def test_files_are_synced_where_that_is_asked_for(disk: Disk, tmp_path: Path) ->
 
 
 def tree(root: Path) -> Path:
-    """A staged folder with a folder in it."""
+    """A staged folder with a subfolder."""
     staged = staging_root(root) / "model"
     (staged / "inner").mkdir(parents=True)
     for name in ("config.json", "model.safetensors", "inner/shard.bin"):
@@ -317,7 +317,7 @@ def test_a_manifest_of_another_format_is_refused(saved: Path) -> None:
 
 
 def read_manifest_as_one(folder: Path) -> Any:
-    """The manifest whatever its format."""
+    """The manifest as an object, whatever its format version."""
     import json
 
     from accel_scale.training.checkpoints.manifest import Manifest
@@ -328,7 +328,7 @@ def read_manifest_as_one(folder: Path) -> Any:
 
 
 def test_manifests_that_were_written_before_are_read(tmp_path: Path) -> None:
-    """Its own checksum is of sorted JSON, 16 bytes long: one that changed would refuse every checkpoint there is."""
+    """The manifest's checksum is of sorted JSON, 16 bytes long; another one would refuse every existing checkpoint."""
     import json
 
     content = {
@@ -344,7 +344,7 @@ def test_manifests_that_were_written_before_are_read(tmp_path: Path) -> None:
 
 
 def test_new_ranks_are_seeded_as_they_were_before() -> None:
-    """A run that goes on twice from one checkpoint, with a version between, is one run."""
+    """A run resumed twice from one checkpoint, by two versions of the package, draws the same numbers."""
     import random
 
     import numpy as np
@@ -371,7 +371,7 @@ def test_random_states_of_an_accelerator_are_this_ranks(monkeypatch: Any) -> Non
     held["state"] = torch.tensor([9, 9])
     put_random_states(taken, torch.device("cpu"))
     assert held["state"].tolist() == [9, 9]
-    put_random_states(take_random_states(torch.device("cpu")), device)  # saved without one: its state is kept
+    put_random_states(take_random_states(torch.device("cpu")), device)  # saved without its state, which is kept
     assert held["state"].tolist() == [9, 9]
     put_random_states(taken, device)
     assert (held["state"].tolist(), held["where"]) == ([1, 2], device)

@@ -1,4 +1,4 @@
-"""Checkpoints line by line: folders that are replaced, ranks that are new, disks and nodes that are not as hoped."""
+"""Checkpoints line by line: folders that are replaced, ranks that are new, and disks and nodes that misbehave."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 @pytest.fixture
 def five(tmp_path: Path) -> Path:
-    """Steps 2, 4, 6, 8, 10, saved in this order."""
+    """Checkpoints of steps 2, 4, 6, 8, 10, saved in this order."""
     for index, step in enumerate((2, 4, 6, 8, 10)):
         save(checkpoint_folder(tmp_path, step), step, index + 1)
     return tmp_path
@@ -82,7 +82,7 @@ def test_what_was_replaced_is_removed_and_what_is_staged_beside_it_stays(tmp_pat
         (tmp_path / name).mkdir(parents=True)
     publish(tmp_path / ".partial" / "checkpoint-1", tmp_path / "checkpoint-1")
     assert [path.name for path in (tmp_path / ".partial").iterdir()] == ["checkpoint-2"]
-    (tmp_path / ".partial" / "replaced-checkpoint-1").mkdir()  # and the new one is there
+    (tmp_path / ".partial" / "replaced-checkpoint-1").mkdir()  # the new folder is already in place
     (tmp_path / ".partial" / "file").touch()
     assert recover(tmp_path) == [
         "removed unfinished checkpoint-2", "removed unfinished file", "removed unfinished replaced-checkpoint-1"
@@ -96,14 +96,14 @@ def test_folders_of_deepspeed_of_shards_and_of_nothing_have_a_structure_too(tmp_
     (tmp_path / "model.safetensors").write_bytes(len(empty).to_bytes(8, "little") + empty)
     assert checkpoint_problems(tmp_path) == []
     whole = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(whole[:-1])  # within the last bytes of the header
+    (tmp_path / "model.safetensors").write_bytes(whole[:-1])  # cuts into the last bytes of the header
     assert checkpoint_problems(tmp_path) == ["model.safetensors is cut off"]
     (tmp_path / "model.safetensors").write_bytes(whole)
     (tmp_path / "latest").write_text("global_step4\n")
     assert checkpoint_problems(tmp_path) == ["the DeepSpeed folder named in `latest` is missing"]
     (tmp_path / "global_step4").mkdir()
     (tmp_path / "pytorch_model_fsdp_0").mkdir()
-    (tmp_path / "pytorch_model_fsdp_1").touch()  # no folder
+    (tmp_path / "pytorch_model_fsdp_1").touch()  # a file, not a folder
     assert checkpoint_problems(tmp_path) == ["pytorch_model_fsdp_0/.metadata is missing"]
     (tmp_path / "pytorch_model_fsdp_0" / ".metadata").touch()
     assert checkpoint_problems(tmp_path) == []
@@ -268,7 +268,7 @@ def test_a_job_that_fails_leaves_nothing_and_says_when_the_disk_was_full(
             refused.run()
         assert [path.name for path in staging_root(tmp_path).iterdir()] == ["other"]
     writing._remove(tmp_path / "nowhere" / "checkpoint-1")
-    monkeypatch.setattr(writing, "_make_empty", lambda staged: None)  # on another node, with a disk of its own
+    monkeypatch.setattr(writing, "_make_empty", lambda staged: None)  # as on another node with a disk of its own
     with pytest.raises(ConfigError, match="is not one folder for all nodes") as error:
         job(tmp_path, write("a")).run()
     assert error.value.place == "CheckpointManager(output_dir=)"

@@ -1,4 +1,4 @@
-"""What makes another run of a run: each setting is compared by its value, however it was written, and named."""
+"""Settings that make a resumed run a different run: compared by value, however they were written, and named."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Kind(Enum):
 
 
 def kept(record: Any) -> Any:
-    """As it comes out of a checkpoint."""
+    """`record` as it comes back from a checkpoint."""
     return json.loads(json.dumps(record))
 
 
@@ -54,7 +54,7 @@ def test_what_changes_learning_is_kept_and_the_rest_is_not() -> None:
     assert len(set(MEANING)) == len(MEANING)
 
 
-# Of TRL's flags that its SFTConfig does not have: how answers are generated and shown, and what depends on the ranks.
+# TRL flags that its SFTConfig lacks: how answers are generated and shown, and what depends on the ranks.
 NOT_LEARNT = re.compile(
     r"(vllm_|log_|use_transformers|transformers_|ds3_).*|use_vllm|cache_implementation|num_completions_to_print|"
     r"num_generations_eval|generation_batch_size|steps_per_generation|max_tool_calling_iterations|"
@@ -89,7 +89,7 @@ def test_adapters_settings_mean_nothing_without_adapters() -> None:
         ({"columns": ["a"]}, {"columns": ("a",)}, []),
         ({"model": {"type": "llama", "n": 1}}, {"model": {"type": "llama", "n": 2}}, ["model.n 1 → 2"]),
         ({"optim_args": None}, {"optim_args": "x"}, ["optim_args none → x"]),
-        ({"lora_r": 8}, {"seed": 1}, []),  # what only one of them knows: another version wrote it
+        ({"lora_r": 8}, {"seed": 1}, []),  # keys that only one record has come from another version and do not count
         ({"seed": 1, "lora_r": 8}, {"lora_r": 4, "seed": 2}, ["seed 1 → 2", "lora_r 8 → 4"]),
         ({"packing": True}, {"packing": False}, ["packing True → False"]),
     ],
@@ -150,7 +150,7 @@ def test_a_model_is_its_numbers_and_the_weights_it_began_from(tmp_path: Path) ->
 
 
 def test_what_was_written_before_stays_the_same_run(tmp_path: Path) -> None:
-    """A fingerprint of other bytes, or of another length, would refuse to go on from every checkpoint there is."""
+    """A fingerprint of other bytes, or of another length, would refuse to resume from every existing checkpoint."""
     (tmp_path / "a.txt").write_text("abc")
     assert files_fingerprint([tmp_path / "a.txt"]) == "5349139033ae44d1"
     parts = SimpleNamespace(hidden_size=5, num_hidden_layers=3, vocab_size=7, n_head="many")
@@ -210,7 +210,7 @@ def test_rows_of_other_kinds() -> None:
 
 
 def test_large_data_is_sampled_from_its_first_row_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 1000 rows every third: 256 would be every fourth, and more than 256 are read rather than fewer."""
+    """Every third of 1000 rows is read: every fourth would be fewer than 256, and more are read rather than fewer."""
     monkeypatch.setattr(checkpoint_settings, "_HASHED_BYTES", 100)
     rows = [{"text": f"row {index}"} for index in range(1000)]
 
@@ -266,7 +266,7 @@ def test_values_are_compared_and_shown_as_json_gives_them_back() -> None:
 def test_a_signal_on_any_rank_saves_and_stops_all_without_an_evaluation() -> None:
     from transformers import TrainerControl
 
-    heard = [0, 15, 0]  # what the largest signal of all ranks is, step by step
+    heard = [0, 15, 0]  # the largest signal on any rank, step by step
     meeting: Any = SimpleNamespace(largest=lambda received: heard.pop(0))
     signals: Any = SimpleNamespace(received=0)
     callback = StopCallback(meeting, signals)

@@ -1,4 +1,4 @@
-"""Activation checkpointing: policies parse, gradients stay the same, saved bytes are what they promise."""
+"""Activation checkpointing: policies parse, gradients stay the same, and saved bytes match the policies' promises."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_one_part_of_each_layer_is_recomputed_where_it_has_a_module_of_its_own()
     none, attention, mlp, full = (saved(text) for text in ("none", "attention", "mlp", "full"))
     assert full < mlp < none
     assert full < attention < none
-    # What one of them drops the other one keeps; both keep the layer's norms and sums.
+    # Each keeps what the other one drops; both keep the layer's norms and sums.
     assert (none - attention) + (none - mlp) < none - full
     with pytest.raises(ConfigError, match="only transformers' models"):
         apply_checkpointing(PlainStack(), CheckpointingPolicy("mlp"))
@@ -148,7 +148,7 @@ def test_saved_bytes_are_what_each_policy_promises(family):
 
     bytes_of = {text: saved(text) for text in ("none", "every_3", "every_2", "selective", "full", "offload")}
     layer_inputs_bytes = NUM_LAYERS * BATCH * LENGTH * HIDDEN * 4
-    # Outside of the layers: the embeddings' output is layer 0's input, the final norm keeps about three more.
+    # Outside the layers: the embeddings' output is layer 0's input, and the final norm keeps about three more tensors.
     outside_bytes = 4 * BATCH * LENGTH * HIDDEN * 4
     assert layer_inputs_bytes <= bytes_of["full"] <= layer_inputs_bytes + outside_bytes
     assert bytes_of["offload"] <= outside_bytes
@@ -177,7 +177,7 @@ def test_selective_does_not_run_matrix_products_again():
 
     none, selective, full = flops("none"), flops("selective"), flops("full")
     assert selective == none
-    # Recomputing every layer adds one forward pass of three (forward, two in backward), less the output head.
+    # Recomputing every layer adds one forward pass to three (forward, and two in backward), less the output head.
     assert 1.15 < full / none < 1.34
 
 
@@ -203,7 +203,7 @@ def test_adapters_learn_on_a_frozen_base(text, in_4bit, tmp_path):
         model = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=quantization, dtype=torch.float32)
     peft_model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])).train()
     for name, parameter in peft_model.named_parameters():
-        if "lora_B" in name:  # zero at first, which would make lora_A's gradients zero
+        if "lora_B" in name:  # initialised to zero, which would make lora_A's gradients zero
             nn.init.normal_(parameter, std=0.1)
     expected = gradients(peft_model)
     apply_checkpointing(peft_model, CheckpointingPolicy.parse(text))
@@ -262,7 +262,7 @@ def test_a_forward_pass_that_fails_in_a_segment_leaves_no_hooks():
 
 
 class Reordered(nn.Module):
-    """Does something to hidden states between its blocks, leaves one out, or calls them in another order."""
+    """Adds an offset to hidden states between its blocks, skips a block, or calls the blocks in another order."""
 
     def __init__(self, order: tuple[int, ...], offset: float = 0.0) -> None:
         super().__init__()
@@ -310,7 +310,7 @@ class PlainStack(nn.Module):
 
 def plain_gradients(model: nn.Module) -> list[torch.Tensor]:
     model.zero_grad()
-    torch.manual_seed(7)  # dropout: the recomputation must draw the same mask
+    torch.manual_seed(7)  # for dropout: the recomputation must draw the same mask
     model(batch()).square().mean().backward()
     return [p.grad.clone() for p in model.parameters()]
 

@@ -1,4 +1,4 @@
-"""Which modules are recomputed and which are left alone, and the optimizers that are made here rather than found."""
+"""Which modules are recomputed and which are left alone, and the optimizers that this project creates itself."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Stacks(nn.Module):
-    """Blocks among lists that are none: of one module, of several classes, without parameters, smaller."""
+    """Blocks among lists that are not stacks: with one module, of several classes, without parameters, smaller."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ def test_usual_settings_of_an_optimizer() -> None:
     weight = nn.Parameter(torch.ones(2))
     group = create_optimizer("adamw_torch", [weight], lr=0.1).param_groups[0]
     assert (group["weight_decay"], group["betas"], group["eps"]) == (0.0, (0.9, 0.999), 1e-8)
-    # Not offloaded unless told so: ZeRO alone runs it as it is.
+    # Not offloaded unless requested: ZeRO without offload uses plain SGD unchanged.
     assert type(create_optimizer("sgd", [weight], lr=0.1, strategy="zero2")) is torch.optim.SGD
     assert optimizer_cls_and_kwargs("sgd", settings(), strategy="zero2")[0] is torch.optim.SGD
     assert check_optimizer("sgd", device_type="cuda", strategy="zero2") == []
@@ -272,7 +272,7 @@ def test_compilers_that_are_missing_are_named(there: Any, missing: str, monkeypa
 
 
 def test_a_gradient_that_changed_after_its_copy_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pretended card counts: which copies were made, and for which of them the step waits."""
+    """A fake device counts which copies are made, and which of them the step waits for."""
     from accel_scale.optimization.offload_optimizer import offload_optimizer_class
 
     recorded: list[int] = []

@@ -1,4 +1,4 @@
-"""Checkpoints of a plain loop on one process: the same numbers after a resume, and nothing damaged is ever used."""
+"""Checkpoints of a plain loop on one process: a resume gives the same numbers, and damaged files are never used."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from accel_scale.training.checkpoints.random_states import derive_random_states,
 
 
 class Tied(nn.Module):
-    """An embedding used twice, dropout, a buffer."""
+    """A model with a tied embedding, dropout and a buffer."""
 
     def __init__(self, size: int = 16) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Counter:
 
 
 class Run:
-    """A model in training with its manager."""
+    """A model being trained, with its checkpoint manager."""
 
     def __init__(self, folder, *, size: int = 16, seed: int = 0, **settings) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -94,7 +94,7 @@ class Run:
 
 @pytest.fixture
 def start(tmp_path):
-    """Makes runs in one folder, and puts signal handlers and Accelerate's state back."""
+    """Makes runs in one folder; restores signal handlers and Accelerate's state afterwards."""
     runs = []
 
     def make(folder=tmp_path / "run", **settings) -> Run:
@@ -108,7 +108,7 @@ def start(tmp_path):
 
 
 def saved(start, steps=(3, 6), **settings) -> tuple[Run, list[float]]:
-    """A run with checkpoints at `steps`, and what the three steps after the last of them gave."""
+    """A run with checkpoints at `steps`, and the numbers of the three steps after the last one."""
     run, done = start(**settings), 0
     for step in steps:
         run.steps(step - done)
@@ -206,7 +206,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(start, tmp
 
 @pytest.mark.slow
 def test_every_single_flipped_byte_is_found(start, tmp_path):
-    """Of the small files; the checksum is the same for large ones."""
+    """In the small files only; large files use the same checksum."""
     saved(start, steps=(1,))
     folder = tmp_path / "run" / "checkpoint-1"
     run = start()
@@ -250,7 +250,7 @@ def test_killed_while_an_old_one_is_deleted(start, tmp_path, capsys):
 
 @pytest.mark.parametrize("begin", ["auto", "no", "save"])
 def test_what_a_killed_run_left_is_put_right_before_anything_else(start, tmp_path, capsys, begin):
-    """The newest one was being replaced, and another was being written."""
+    """The newest checkpoint was being replaced, and another one was being written."""
     saved(start, steps=(1, 2))
     folder = tmp_path / "run"
     (folder / ".partial" / "checkpoint-3").mkdir(parents=True)
@@ -307,7 +307,7 @@ def small_disk(tmp_path):
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("part", [0.0, 0.2, 0.6, 0.99])
 def test_a_full_disk_costs_the_new_checkpoint_only(start, small_disk, capsys, part, asynchronous):
-    """There is room for `part` of a checkpoint: nothing, some weights, some of the optimizer, all but the manifest."""
+    """Room for `part` of a checkpoint: nothing, some weights, some of the optimizer, or all but the manifest."""
     run = start(folder=small_disk / "run", size=512, asynchronous=asynchronous)
     run.steps(2)
     before = shutil.disk_usage(small_disk).free
@@ -319,7 +319,7 @@ def test_a_full_disk_costs_the_new_checkpoint_only(start, small_disk, capsys, pa
     (small_disk / "filler").write_bytes(bytes(free - int(part * needed)))
     run.steps(2)
     run.manager.save(4)
-    run.steps(1)  # it goes on
+    run.steps(1)  # training goes on
     with pytest.raises(CheckpointNotSaved, match=r"checkpoint-5 was not saved: the disk is full"):
         run.manager.save(5, final=True)
     out = capsys.readouterr().out
@@ -423,16 +423,16 @@ def test_pickled_code_is_not_run(start, tmp_path, monkeypatch):
         refuse_unsafe_folder(path.parent)
     path.unlink()
     (path.parent / "folder.pt").mkdir()
-    refuse_unsafe_folder(path.parent)  # a folder holds no pickle itself
+    refuse_unsafe_folder(path.parent)  # a folder is not a pickle itself
     torch.save({"state": Evil(mark)}, path)
-    with monkeypatch.context() as patch:  # torch's own guard stands behind the project's
+    with monkeypatch.context() as patch:  # torch's own guard backs up the project's
         patch.setattr(pickles, "refuse_unsafe", lambda *unused, **more: None)
         with pytest.raises(pickle.UnpicklingError):
             load_safely(path)
     metadata = tmp_path / "other" / "shards" / ".metadata"
     metadata.parent.mkdir(parents=True)
     metadata.write_bytes(pickle.dumps(Evil(mark)))
-    # A class can run code when it is called, too, and so can what a module has imported.
+    # Calling a class can run code, too, and so can anything that a module has imported.
     for place, name in (("subprocess", "Popen"), ("torch.distributed.checkpoint.metadata", "os.system")):
         opcodes = pickle.dumps([0], protocol=2)[:2] + f"c{place}\n{name}\n.".encode()
         metadata.write_bytes(opcodes)
@@ -482,7 +482,7 @@ def test_host_copies():
     assert kept["a"].data_ptr() == tensor.data_ptr()
     assert copied["a"] is copied["b"][0]
     assert copied["a"].data_ptr() != tensor.data_ptr()
-    assert kept["b"][1].untyped_storage().nbytes() == 8  # a view does not carry the whole
+    assert kept["b"][1].untyped_storage().nbytes() == 8  # a view does not carry its whole storage
     tensor.zero_()
     assert copied["b"][1].tolist() == [2.0, 3.0]
 
@@ -581,7 +581,7 @@ for step in range(1, 2000):
 
 @pytest.mark.slow
 def test_the_death_of_a_launcher_that_does_not_forward_signals_stops_the_run(tmp_path):
-    """`accelerate launch` of one process dies of SIGTERM and leaves the process behind."""
+    """`accelerate launch` of one process dies of SIGTERM and leaves its child running."""
     script = tmp_path / "script.py"
     script.write_text(STOPPED.format(here=str(Path(__file__).parent), folder=str(tmp_path / "run")))
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", str(script)]
@@ -595,13 +595,13 @@ def test_the_death_of_a_launcher_that_does_not_forward_signals_stops_the_run(tmp
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and not list((tmp_path / "run").glob("checkpoint-*")):
         time.sleep(0.1)
-    launcher.stdout.read()  # until the process has ended, too
+    launcher.stdout.read()  # until the process has ended as well
     (folder,) = (tmp_path / "run").glob("checkpoint-*")
     assert json.loads((folder / "manifest.json").read_text())["stopped_by"] == "SIGTERM"
 
 
 def test_launchers_are_told_apart(tmp_path):
-    """Only their death is taken for a signal: a shell that starts a run in the background dies without meaning it."""
+    """Only a launcher's death counts as a signal: a shell that starts a run in the background may simply exit."""
     code = "import sys, time; print(0, flush=True); time.sleep(60)"
     commands = {
         "torchrun": [sys.executable, str(tmp_path / "torchrun")],

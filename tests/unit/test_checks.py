@@ -1,4 +1,4 @@
-"""Each rule, both ways: it fires where it should, with level, place and fix, and is silent next to it."""
+"""Each rule both ways: it fires where it should, with level, place and fix, and stays silent in neighbouring cases."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ HOPPER = LocalMachine(**TOOLS, accelerator=device_named("H100"), num_devices=8, 
 AMPERE = dataclasses.replace(HOPPER, accelerator=device_named("A100 80GB SXM"))
 TURING = dataclasses.replace(HOPPER, accelerator=device_named("T4"))
 
-# What each test of a rule proves; filled as they run, compared with the rules at the end.
+# What the tests prove about each rule; filled as they run, compared with the rules at the end.
 PROVEN: set[str] = set()
-STARTED: set[str] = set()  # tests of this file, in this process
+STARTED: set[str] = set()  # tests of this file that have started in this process
 
 
 def bare(machine: LocalMachine, *missing: str) -> LocalMachine:
@@ -66,7 +66,7 @@ def shipped(name: str) -> LaunchFile:
 
 @pytest.fixture
 def edited(tmp_path):
-    """A shipped launch file with some text replaced, and its DeepSpeed file with it."""
+    """A shipped launch file with some text replaced, together with its DeepSpeed file."""
 
     def edit(name: str, old: str = "", new: str = "", *, json: tuple[str, str] = ("", "")) -> LaunchFile:
         text = Path(f"accelerate_configs/{name}.yaml").read_text()
@@ -84,12 +84,12 @@ def edited(tmp_path):
 
 
 def single(**changes: Any) -> LaunchEnvironment:
-    """A plain `python recipes/sft.py`."""
+    """The launch of a plain `python recipes/sft.py`."""
     return dataclasses.replace(current_launch({}), **changes)
 
 
 def rule_findings(rule: str, run: RunSettings, launch: checks.Launch, machine: LocalMachine) -> list[Finding]:
-    """What one rule says, asked for through the public function's own tables."""
+    """The findings of one rule, which the public function must report as well."""
     found = ALL_RULES[rule](checks.Case(run, launch, machine))
     assert (found is None) or (found in check_run(run, launch, machine))
     return [] if found is None else [found]
@@ -294,7 +294,7 @@ def test_compiled_packing():
     fast = dataclasses.replace(AMPERE, accelerator=with_flash)
     fires(rule, sdpa, single(), fast, place="--torch_compile", says="mask")
     fires(rule, dataclasses.replace(long, precision="fp32"), single(), fast, place="--torch_compile", says="mask")
-    turing = dataclasses.replace(TURING.accelerator, flash=("flash_attention_2",))  # installed, of no use there
+    turing = dataclasses.replace(TURING.accelerator, flash=("flash_attention_2",))  # installed, but useless there
     fires(rule, long, single(), dataclasses.replace(TURING, accelerator=turing), place="--torch_compile", says="mask")
     silent(rule, long, single(), fast)
     silent(rule, long, single(), LAPTOP)
@@ -302,7 +302,7 @@ def test_compiled_packing():
     silent(rule, dataclasses.replace(long, per_device_train_batch_size=2), single(), AMPERE)
     silent(rule, dataclasses.replace(long, packing=False), single(), AMPERE)
     silent(rule, dataclasses.replace(long, torch_compile=False), single(), AMPERE)
-    silent(rule, dataclasses.replace(long, pp_size=1), single(), AMPERE)  # layers are compiled, their masks are not
+    silent(rule, dataclasses.replace(long, pp_size=1), single(), AMPERE)  # layers are compiled, but not their masks
 
 
 def test_packing_attention():
@@ -340,7 +340,7 @@ def test_sequence_parallelism(edited):
         if name == "zero3":
             fires(rule, RunSettings(), file, HOPPER, place=place, says="drops the masks", fix="--sp_size")
             fires(rule, RunSettings(pp_size=1), file, HOPPER, place=place, fix="recipes/pretrain.py with FSDP2")
-        else:  # the recipes share rows themselves: masks are kept, and so may packed documents be
+        else:  # the recipes share rows themselves: masks are kept, so documents may be packed
             silent(rule, RunSettings(), file, HOPPER)
         silent("packing_context_parallel", RunSettings(pp_size=1), file, HOPPER)
         silent("ring_context_parallelism", RunSettings(), file, HOPPER)
@@ -621,9 +621,9 @@ def test_compilers_where_they_are_not_needed():
     without = dataclasses.replace(AMPERE, has_compiler=False, has_ninja=False, has_libaio=False)
     silent("compilers", RunSettings(), shipped("zero3"), without)
     silent("compilers", RunSettings(), shipped("fsdp2_offload"), without)
-    # libaio is for NVMe only.
+    # libaio is needed for NVMe only.
     silent("compilers", RunSettings(), shipped("zero3_offload"), dataclasses.replace(AMPERE, has_libaio=False))
-    # On a CPU DeepSpeed compiles its collectives, whatever the stage.
+    # On a CPU DeepSpeed compiles its collectives in every stage.
     file = shipped("zero1")
     laptop = dataclasses.replace(LAPTOP, has_compiler=False)
     fires("compilers", RunSettings(), file, laptop, place=file.place("distributed_type"), fix="g++")
@@ -646,7 +646,7 @@ def test_killed_build(tmp_path, monkeypatch):
     fires("killed_build", RunSettings(), shipped("zero2"), machine, place=str(lock), fix=f"rm {lock}")
     silent("killed_build", RunSettings(), shipped("fsdp2"), machine)
     silent("killed_build", RunSettings(), shipped("zero2"), LAPTOP)
-    # An optimizer may compile without DeepSpeed's launch.
+    # An optimizer may be compiled even without DeepSpeed's launch.
     fires("killed_build", RunSettings(optim="deepspeed_cpu_adam"), shipped("ddp"), machine, place=str(lock), fix="rm")
     killed_now = dataclasses.replace(LAPTOP, unheld_locks=unheld_build_locks())
     fires("killed_build", RunSettings(), shipped("zero2"), killed_now, level="warning", place=str(lock), fix="rm")
@@ -676,7 +676,7 @@ def test_nvme_keys(edited):
 
 
 def test_accelerate_really_drops_the_nvme_path(monkeypatch):
-    """Why `nvme_keys` exists; when this fails, Accelerate passes the path on and the rule can go."""
+    """The reason for `nvme_keys`; when this fails, Accelerate passes the path on and the rule can be removed."""
     from accelerate.commands.launch import launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env
 
@@ -818,7 +818,7 @@ def test_tensor_parallelism_without_nvlink():
     for machine in (bridged, AMPERE, dataclasses.replace(apart, accelerator=LAPTOP.accelerator)):
         silent(rule, run, file, machine)
     silent(rule, run, shipped("fsdp2"), apart)
-    silent(rule, RunSettings(), file, apart)  # a recipe that does not share its model, which is refused
+    silent(rule, RunSettings(), file, apart)  # a recipe that does not share its model; that is refused elsewhere
 
 
 def test_settings_from_flags(tmp_path):
@@ -862,7 +862,7 @@ def test_errors_come_first_and_the_first_is_raised():
 
 
 def test_replicas_shards_and_ranks_that_share_the_model(edited):
-    """The product of all sizes, the recipe's own included, is the number of processes."""
+    """The product of all sizes, including the recipe's own, is the number of processes."""
     eight = edited("fsdp2_hybrid", "num_processes: 4", "num_processes: 8")
     place = eight.place("parallelism_config.parallelism_config_dp_replicate_size")
     for flags in ({"pp_size": 2}, {"tp_size": 2}, {"sp_size": 2}):
@@ -884,7 +884,7 @@ def test_cpu_flag_under_each_kind_of_sharding():
 
 
 def test_nodes_as_the_launch_has_them_and_as_the_file_says(edited):
-    """torchrun tells its processes of all nodes and of theirs; a launch file may say what they cannot know."""
+    """torchrun tells its processes about all nodes and their own; a launch file may state what they cannot know."""
     rule, four = "more_processes_than_devices", dataclasses.replace(AMPERE, num_devices=4)
     two_nodes = single(world_size=16, local_world_size=8)
     place = two_nodes.place("num_processes")
@@ -892,7 +892,7 @@ def test_nodes_as_the_launch_has_them_and_as_the_file_says(edited):
     one_node = single(world_size=8, local_world_size=8)
     fires(rule, RunSettings(), one_node, four, place=place, fix="to 4")
     silent(rule, RunSettings(), single(world_size=4, local_world_size=4), four)
-    silent("main_address", RunSettings(), two_nodes, four)  # torchrun has found the others
+    silent("main_address", RunSettings(), two_nodes, four)  # torchrun has already found the other nodes
 
 
 def test_one_process_that_sees_several_devices():
@@ -946,7 +946,7 @@ def test_model_ranks_are_those_of_launch_and_recipe(edited):
     tensor = edited("fsdp2", new="parallelism_config:\n  parallelism_config_tp_size: 2\n")
     for launch, flags, expected in (
         (tensor, {}, 2),
-        (tensor, {"tp_size": 2}, 2),  # the same two
+        (tensor, {"tp_size": 2}, 2),  # the same two ranks
         (tensor, {"sp_size": 3, "pp_size": 2}, 12),
         (single(), {"tp_size": 2, "sp_size": 3}, 6),
         (single(), {}, 1),
@@ -956,7 +956,7 @@ def test_model_ranks_are_those_of_launch_and_recipe(edited):
 
 @pytest.fixture(scope="module", autouse=True)
 def every_rule_is_proven_both_ways(request):
-    """At the end of the file, in whatever order its tests ran; not where a part of them was chosen."""
+    """Runs at the end of the file, whatever the order of its tests, unless only some of them were selected."""
     yield
     written = {name for name, value in vars(request.module).items() if name.startswith("test_") and callable(value)}
     if written <= STARTED:

@@ -1,4 +1,4 @@
-"""docs/choosing.md: a section for every branch, whose plan names it and whose command the doctor lets through."""
+"""docs/choosing.md: a section for every branch; its plan is on that branch, and its command passes the doctor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives between servers by hand: what every algorithm sends through each kind of link, and how long it takes."""
+"""Collectives between servers by hand: bytes that each algorithm sends through each kind of link, and its time."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from accel_scale.planning.cost.links import Cluster, cluster_cost, find_link, na
 
 K = 8e9
 INSIDE, BETWEEN = Link(4e9, 1e-3), Link(1e9, 1.0)
-# Two servers of four: messages one after the other inside and between, then bytes in units of K through a GPU's link
-# inside and through a whole server's between. Four GPUs that share their server's link each have a quarter of it.
+# Two servers of four: consecutive messages inside and between servers, then bytes in units of K through a GPU's link
+# inside and a whole server's link between. The four GPUs that share their server's link get a quarter of it each.
 BY_HAND = {
     ("all_reduce", "ring"): (0, 14, 0, 1.75),  # every step waits for the link between: 2 · 7 messages, 2 · 7/8 K
     ("all_reduce", "tree"): (4, 2, 4, 2),
-    ("all_reduce", "central"): (6, 8, 6, 8),  # of 7 others four are away
-    ("all_reduce", "hierarchical"): (6, 2, 1.5, 1),  # between servers K/4 of each GPU, there and back by halves
+    ("all_reduce", "central"): (6, 8, 6, 8),  # four of the 7 others are on the other server
+    ("all_reduce", "hierarchical"): (6, 2, 1.5, 1),  # between servers K/4 of each GPU, in halves there and back
     ("all_gather", "ring"): (0, 7, 0, 0.875),
     ("all_gather", "tree"): (2, 1, 0.75, 0.5),
     ("all_gather", "central"): (6, 8, 3, 4),
@@ -30,14 +30,14 @@ BY_HAND = {
     ("all_to_all", "ring"): (0, 7, 0, 3.5),
     ("all_to_all", "tree"): (2, 1, 1, 2),
     ("all_to_all", "central"): (6, 8, 5.25, 7),
-    ("all_to_all", "direct"): (0, 4, 0, 2),  # the three messages inside go meanwhile
+    ("all_to_all", "direct"): (0, 4, 0, 2),  # the three messages inside are sent meanwhile
     ("all_to_all", "hierarchical"): (3, 1, 0.75, 2),
     ("broadcast", "ring"): (0, 7, 0, 1),
     ("broadcast", "tree"): (2, 1, 2, 1),
     ("broadcast", "central"): (3, 4, 3, 4),
     ("broadcast", "hierarchical"): (3, 1, 1, 1),
     ("scatter", "ring"): (0, 7, 0, 0.875),
-    ("scatter", "tree"): (2, 1, 0.375, 0.5),  # half of K to the other server, three quarters of that to its others
+    ("scatter", "tree"): (2, 1, 0.375, 0.5),  # half of K to the other server, three quarters of that on to its others
     ("scatter", "central"): (3, 4, 0.375, 0.5),
     ("scatter", "hierarchical"): (3, 1, 0.375, 0.5),
     ("point_to_point", "direct"): (0, 1, 0, 1),
@@ -99,7 +99,7 @@ def test_clusters_that_are_none(sizes: tuple[int, int], says: str, place: str) -
 
 
 def test_a_named_link_reaches_a_share_of_its_peak() -> None:
-    """Eight tenths by NVLink and networks, half of that through host memory; between servers latency is longer."""
+    """Eight tenths for NVLink and networks, half of that through host memory; latency is longer between servers."""
     links = named_links()
     assert links["nvlink-h100"].link == Link(0.8 * 450e9, 5e-6)
     assert links["ib-ndr"].link == Link(0.8 * 50e9, 20e-6)
@@ -130,13 +130,13 @@ def test_inside_a_server_a_collective_is_one_ring() -> None:
 
 
 def test_between_servers_every_card_sends_its_part_through_a_share_of_the_network() -> None:
-    # 32 ranks, 8 in each of 4 servers: K/8 over 4 servers by an eighth of the network, and K inside.
+    # 32 ranks, 8 in each of 4 servers: K/8 across the 4 servers through an eighth of the network, and K inside.
     away, near = 2 * 3 / 4 * K / 8 / (AWAY / 8), 1.75 * K / NEAR
     assert seconds("all_reduce", 32) == pytest.approx(6 * 20e-6 + away + 14 * 5e-6 + near)
-    # Eight ranks, two in each server with four between: groups of the other ranks use the network as well.
+    # Eight ranks, two in each of four servers: groups of the other ranks use the network as well.
     away, near = 3 / 4 * K / 2 / (AWAY / 8), 1 / 2 * K / NEAR
     assert seconds("all_gather", 8, spread=4) == pytest.approx(3 * 20e-6 + away + 5e-6 + near)
-    # One rank of each server: nothing is sent inside.
+    # One rank in each server: nothing is sent inside.
     assert seconds("all_gather", 4, spread=8) == pytest.approx(3 * 20e-6 + 3 / 4 * K / (AWAY / 8))
     assert seconds("all_gather", 2, spread=16) == pytest.approx(20e-6 + K / 2 / (AWAY / 8))
 
@@ -144,7 +144,7 @@ def test_between_servers_every_card_sends_its_part_through_a_share_of_the_networ
 def test_what_goes_to_each_other_rank_crosses_but_for_those_of_the_server() -> None:
     assert seconds("all_to_all", 8) == pytest.approx(7 * 5e-6 + 7 / 8 * K / NEAR)
     assert seconds("all_to_all", 16) == pytest.approx(8 * 20e-6 + K / 2 / (AWAY / 8))
-    # A pipeline's message is to the next stage, whatever their number.
+    # A pipeline's message goes to the next stage, whatever the number of stages.
     assert seconds("point_to_point", 8, count=2) == pytest.approx(2 * (5e-6 + K / NEAR))
     assert seconds("point_to_point", 4, spread=8, count=2) == pytest.approx(2 * (20e-6 + K / (AWAY / 8)))
 

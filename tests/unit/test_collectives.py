@@ -1,4 +1,4 @@
-"""Costs of collectives: formulas, nccl-tests' factors, clusters of servers, fits of measured links, and their use."""
+"""Costs of collectives: formulas, nccl-tests' factors, clusters of servers, fits to measured links, and their use."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_volumes_through_the_busiest_worker(n: int, k: float) -> None:
     assert sent("all_reduce", "ring") <= min(2 * k, sent("all_reduce", "central"))
     assert sent("all_reduce", "central") == pytest.approx(sent("reduce", "central") + sent("broadcast", "central"))
     assert sent("all_reduce", "tree") == pytest.approx(2 * math.ceil(math.log2(n)) * k)
-    for name in ("ring", "tree", "central"):  # all but its own part must leave a root
+    for name in ("ring", "tree", "central"):  # a root sends all but its own part
         assert sent("scatter", name) == pytest.approx((n - 1) / n * k)
-    # Nobody gets by with less than what it lacks or must give away.
+    # No algorithm moves less than what a rank lacks or must give away.
     for op, name in EVERY:
         least = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1, "reduce": 1, "point_to_point": 1}.get(op, (n - 1) / n)
         assert sent(op, name) >= least * k * (1 - 1e-9)
@@ -86,17 +86,17 @@ def test_small_messages_cost_latency_and_large_ones_bandwidth() -> None:
 
 
 def test_bus_bandwidth_as_nccl_tests_defines_it() -> None:
-    """PERFORMANCE.md: 2(n−1)/n for all-reduce, (n−1)/n for the others that spread parts, 1 for rooted ones."""
+    """PERFORMANCE.md: 2(n−1)/n for all-reduce, (n−1)/n for the others that exchange parts, 1 for rooted ones."""
     expected = {"all_reduce": 1.75, "broadcast": 1, "reduce": 1, "point_to_point": 1}
     assert {op: bus_factor(op, 8) for op in OPS} == {op: expected.get(op, 0.875) for op in OPS}
-    # A ring without latency runs at its link's speed: that is what the factor is for.
+    # A ring without latency runs at its link's speed; that is the purpose of the factor.
     for op in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"):
         ring = next(p for p in predict(op, 1e9, Cluster(1, 8, Link(3e11))) if p.algorithm == "ring")
         assert ring.bus_bandwidth == pytest.approx(3e11)
 
 
 def test_named_links() -> None:
-    """GB/s one way; both ways together, NVLink is 4,800 and 7,200 Gbit/s on A100 and H100, PCIe 5 x16 512 one way."""
+    """One way in GB/s; both ways, NVLink has 4,800 and 7,200 Gbit/s on A100 and H100, PCIe 5 x16 has 512 one way."""
     gigabits = {name: 8 * entry.peak_bytes_per_second / 1e9 for name, entry in named_links().items()}
     assert 2 * gigabits["nvlink-a100"] == 4800
     assert 2 * gigabits["nvlink-h100"] == 7200
@@ -124,8 +124,8 @@ def test_two_levels_agree_with_one_where_there_is_one(op: str, k: float) -> None
 def test_between_servers_the_hierarchy_pays_for_latency_and_the_network_for_bytes() -> None:
     cluster = Cluster(16, 8, Link(3.6e11, 5e-6), Link(3.2e11, 2e-5))
     small = {p.algorithm: p.seconds for p in predict("all_reduce", 2**20, cluster)}
-    assert small["hierarchical"] < small["ring"] / 4  # 30 hops between servers and 14 inside, not 254
-    # K/g each through a g-th of the server's port, 2(n−1)/n times, and 2(g−1)/g K inside.
+    assert small["hierarchical"] < small["ring"] / 4  # 30 hops between servers and 14 inside instead of 254
+    # K/g of each GPU through a g-th of the server's port, 2(n−1)/n times, plus 2(g−1)/g K inside.
     large = {p.algorithm: p.seconds for p in predict("all_reduce", 2**36, cluster)}
     expected = 2**36 * (2 * 15 / 16 / 3.2e11 + 2 * 7 / 8 / 3.6e11)
     assert large["hierarchical"] == pytest.approx(expected, rel=0.01)
@@ -163,7 +163,7 @@ def test_a_fit_finds_the_link_and_is_judged_on_sizes_it_has_not_seen() -> None:
 def test_a_knee_is_found_where_there_is_one() -> None:
     link = Link(4e9, 5e-5, knee_bytes=2**18, bytes_per_second_beyond=1e9)
     fit = fit_op(measured("broadcast", link, sizes=15))
-    assert fit.link.knee_bytes == 2**18  # a fitted size
+    assert fit.link.knee_bytes == 2**18  # one of the fitted sizes
     assert fit.link.bytes_per_second_beyond == pytest.approx(1e9)
     assert max(fit.errors()) < 1e-6
     assert link.shared_by(4).seconds(0, 2**20) == pytest.approx(4 * link.seconds(0, 2**20))
@@ -202,13 +202,13 @@ def test_the_planner_uses_measured_links() -> None:
     inside = Collective("gradients", "all_reduce", 1e9, 4, count=3)
     assert collective_seconds(inside, machine) == pytest.approx(3 * (6 * 5e-5 + 1.5e9 / 2e9))
     assert collective_seconds(inside, replace(machine, links=None)) < 0.05
-    # Four ranks of a server shared its network while it was measured, so the server has four times a rank's speed;
+    # Four ranks of a server shared its network during the measurement, so the server has four times a rank's speed;
     # --network is not needed.
     across = Collective("gradients", "all_reduce", 1e9, 8, count=1)
     wide = replace(machine, num_gpus=8)
     expected = (2 * 1e-4 + 1e9 / 4 / 1e9) + (6 * 5e-5 + 1.5e9 / 2e9)
     assert collective_seconds(across, wide) == pytest.approx(expected)
-    # What was not measured goes by all-reduce's link.
+    # Operations that were not measured use all-reduce's link.
     other = Collective("pipeline", "point_to_point", 1e6, 4, count=1)
     assert collective_seconds(other, machine) == pytest.approx(5e-5 + 1e6 / 2e9)
 
@@ -230,7 +230,7 @@ def test_every_algorithm_of_a_cluster_is_predicted(capsys: pytest.CaptureFixture
     ring = rows["ring"]
     assert ring["bytes_per_worker"] == pytest.approx(2 * 15 / 16 * 2**30)
     assert ring["bus_bandwidth"] == pytest.approx(ring["algorithm_bandwidth"] * 2 * 15 / 16)
-    assert ring["bus_bandwidth"] == pytest.approx(8 * 50e9 * 0.8, rel=0.2)  # 8 ports of NDR, assumed and said
+    assert ring["bus_bandwidth"] == pytest.approx(8 * 50e9 * 0.8, rel=0.2)  # 8 ports of NDR, assumed and reported
     assert "ib-ndr" in found["notes"][0]
     assert main(["comm", *words]) == 0
     table = capsys.readouterr().out

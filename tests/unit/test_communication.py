@@ -1,4 +1,4 @@
-"""Ring volumes, strategies' traffic and the reference tables that come from them."""
+"""Ring volumes, traffic per strategy, and the reference tables built from them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def bytes_sent(chosen: TrainingSetup) -> float:
 
 
 def test_volumes_per_strategy() -> None:
-    """DDP, ZeRO-1/2: two passes of 2N per step. ZeRO-3: three per micro-batch; FSDP: the third once, if not told."""
+    """DDP, ZeRO-1/2: two passes of N per step. ZeRO-3: three per micro-batch; FSDP: the third only once by default."""
     one_pass = 2 * FACTS.num_params * 7 / 8
     for strategy in ("ddp", "zero1", "zero2"):
         assert bytes_sent(setup(strategy)) == pytest.approx(2 * one_pass)
@@ -94,7 +94,7 @@ def test_between_servers_the_network_is_what_counts() -> None:
     slow = Machine(find_gpu("H100"), num_gpus=16, internode_bytes_per_second=1.25e9)
     gradients = step_collectives(FACTS, setup("ddp", 16))[0]
     seconds = collective_seconds(gradients, slow)
-    # 2(n−1)/n × K through a server's 10 Gbit/s at 80%, n = 2 servers.
+    # 2(n−1)/n × K over a server's 10 Gbit/s at 80%, with n = 2 servers.
     assert seconds == pytest.approx(2 * FACTS.num_params / 1e9, rel=0.05)
     fast = replace(slow, internode_bytes_per_second=400e9)
     assert collective_seconds(gradients, fast) < seconds / 50
@@ -103,7 +103,7 @@ def test_between_servers_the_network_is_what_counts() -> None:
 def test_model_parallel_traffic() -> None:
     tensor = setup("single", 4, tensor_parallel=4)
     (entry,) = step_collectives(FACTS, tensor)
-    assert entry.count == 2 * 32 * 3  # two all-reduces per layer; forward, backward and recomputation
+    assert entry.count == 2 * 32 * 3  # two all-reduces per layer in forward, backward and recomputation
     assert entry.num_bytes == 1024 * 4096 * 2
     assert not entry.overlaps
     (ulysses,) = step_collectives(FACTS, setup("single", 4, sequence_parallel=4, accumulation=1))[-1:]

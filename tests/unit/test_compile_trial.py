@@ -1,4 +1,4 @@
-"""Long runs on a CPU try compiled layers, keep what is faster, and go on with what was decided."""
+"""Long runs on a CPU try compiled layers, keep the faster variant, and stick to the decision after a resume."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_scale.pretraining.compile_trial import KEPT, LEFT, LONG_RUN_SECONDS, OPEN, TRIAL, CompileTrial
 
-EAGER_STEPS, TRIAL_STEPS = 6, 10  # the first of each are not timed: they allocate, or compile
+EAGER_STEPS, TRIAL_STEPS = 6, 10  # the first steps of each are not timed: they allocate, or compile
 
 
 @pytest.fixture(autouse=True)
@@ -49,17 +49,17 @@ def test_compiled_layers_are_kept_where_they_are_a_tenth_faster():
     before = graphs()
     for one, other in zip(gradients(model), eager, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-    assert graphs() > before  # it was compiled, indeed
+    assert graphs() > before  # it really was compiled
     going_on = dict(state)
     assert told(trial, 0.95, TRIAL_STEPS) == LEFT
     assert "1.05 x as fast" in said[-1]
     before = graphs()
-    model(input_ids=torch.arange(26).reshape(2, 13))  # another length
+    model(input_ids=torch.arange(26).reshape(2, 13))  # another sequence length
     assert graphs() == before
     assert told(CompileTrial(model, said.append, can_try=True, state=dict(state)), 9.0, 50) == LEFT  # decided once
 
     torch.compiler.set_stance("default")
-    again = CompileTrial(model, said.append, can_try=True, state=going_on)  # a run that was stopped on trial
+    again = CompileTrial(model, said.append, can_try=True, state=going_on)  # a run that was stopped during the trial
     assert told(again, 0.5, TRIAL_STEPS) == KEPT
     assert "2.00 x as fast" in said[-1]
     assert told(CompileTrial(model, said.append, can_try=True, state=dict(going_on)), 9.0, 50) == KEPT

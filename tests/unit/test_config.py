@@ -1,4 +1,4 @@
-"""The recipe's configuration is TRL's with a few other defaults, and works on a CPU in bf16."""
+"""The recipe's configuration is TRL's with a few different defaults, and works on a CPU in bf16."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def test_names_of_ours_survive_transformers_enums(tmp_path, optim: str, schedule
 
 @pytest.mark.skipif(transformers.utils.is_torch_bf16_gpu_available(), reason="this is about machines without a GPU")
 def test_bf16_without_a_gpu_keeps_the_launch(tmp_path, monkeypatch) -> None:
-    theirs = inspect.unwrap(TrainingArguments._validate_args)  # a `ScalePlugin` of this process replaces it
+    theirs = inspect.unwrap(TrainingArguments._validate_args)  # a `ScalePlugin` in this process replaces it
     monkeypatch.setattr(TrainingArguments, "_validate_args", theirs)
-    # What the override stands in for: transformers refuses.
+    # The behaviour that the override replaces: transformers refuses.
     with pytest.raises(ValueError, match="use_cpu"):
         TrainingArguments(output_dir=str(tmp_path), bf16=True)
     config = RecipeSFTConfig(output_dir=str(tmp_path), bf16=True)

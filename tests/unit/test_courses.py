@@ -1,4 +1,4 @@
-"""Where a recipe's run starts: what its course is made of, what a finished run is, and what was chosen before."""
+"""Where a recipe's run starts: the contents of its course, what counts as finished, and earlier choices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIG = LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
 
 @dataclass
 class Flags:
-    """Some of the recipe's."""
+    """Some of the recipe's flags."""
 
     output_dir: str = "out"
     resume_from_checkpoint: str = "auto"
@@ -133,7 +133,7 @@ def test_what_a_run_chose_before_is_asked_of_the_checkpoint_it_goes_on_from(tmp_
 
 
 class Finished:
-    """A folder with the result of a run of four steps."""
+    """A folder with the result of a finished run of four steps."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

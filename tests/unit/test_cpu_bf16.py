@@ -1,4 +1,4 @@
-"""On which CPUs bf16 is the default: those whose bf16 products are faster than their fp32 ones."""
+"""CPUs on which bf16 is the default: those whose bf16 products are faster than their fp32 ones."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def test_bf16_is_the_default_where_it_is_faster(monkeypatch, capabilities: dict,
     machine = detect_machine()
     assert machine.accelerator.native_bf16 == (expected == "bf16")
     assert resolve_precision(None, device=machine.accelerator).name == expected
-    # Asked for, it is there on all of them.
+    # If requested, bf16 is available on all of them.
     assert resolve_precision("bf16", device=machine.accelerator).name == "bf16"

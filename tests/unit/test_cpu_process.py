@@ -1,4 +1,4 @@
-"""Freed memory is used again without the kernel, and a user's own allocator settings are left alone."""
+"""Freed memory is reused without going through the kernel, and a user's own allocator settings are left alone."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_rows_of_many_lengths_do_not_pile_up_compiled_products() -> None:
         words = [sys.executable, "-c", _SHAPES]
         return int(subprocess.run(words, env=kept | environment, capture_output=True, text=True, check=True).stdout)
 
-    # Torch's defaults, here as a user's own word, which wins.
+    # Torch's defaults, given here by the user, whose values win.
     without = growth_kib(ONEDNN_PRIMITIVE_CACHE_CAPACITY="1024", LRU_CACHE_CAPACITY="1024")
     if without < 50_000:
         pytest.skip("this processor's bf16 products are not compiled")
@@ -95,7 +95,7 @@ def test_fp32_products_go_to_onednn_where_no_digit_is_lost(fp32_precision, monke
     exact = torch.randn(64, 256, dtype=torch.float64)
     product = (exact.float() @ exact.float().T).double()
     assert use_onednn_in_fp32(_cpu("AuthenticAMD", "avx512f")) is (fp32_precision() == "medium")
-    # Whether this machine's oneDNN rounds to bf16 or not: what the process is left with computes in fp32.
+    # Whether or not this machine's oneDNN rounds to bf16, the process ends up computing in fp32.
     again = (exact.float() @ exact.float().T).double()
     wanted = exact @ exact.T
     assert (again - wanted).abs().max() < 4 * (product - wanted).abs().max() < 1e-3
@@ -126,7 +126,7 @@ def test_a_chosen_precision_of_products_stays(fp32_precision, monkeypatch) -> No
 
 
 class Rounded(torch.Tensor):
-    """What is multiplied with it is rounded to bf16 first, as oneDNN does on CPUs with AMX."""
+    """A tensor whose products round the first factor to bf16, as oneDNN does on CPUs with AMX."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -159,12 +159,12 @@ def test_a_step_in_host_memory_has_the_nodes_cores(monkeypatch, cores: int, rank
 
     found: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", found.append)
-    # What a launcher that nobody told of threads leaves in its worker.
+    # The value that a launcher without a thread setting leaves in its worker.
     monkeypatch.setattr(cpu_process, "_launcher_environment", lambda: {"PATH": "/bin"})
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert use_cores_of_host(cores, ranks) == threads
     assert found == [threads]
-    # A user's own number stays, whether the launcher was told or there is none.
+    # A user's own number is kept, whether it was given to the launcher or there is no launcher.
     for environment in ({"OMP_NUM_THREADS": "4"}, None):
         monkeypatch.setattr(cpu_process, "_launcher_environment", lambda said=environment: said)
         assert use_cores_of_host(cores, ranks) is None

@@ -1,4 +1,4 @@
-"""TRL's list of data sets in a recipe's YAML: what it becomes, and what is refused by file, line and key."""
+"""TRL's list of data sets in a recipe's YAML: how it is translated, and what is refused by file, line and key."""
 
 from __future__ import annotations
 

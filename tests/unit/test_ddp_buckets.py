@@ -1,4 +1,4 @@
-"""Which bucket size is suggested, and which models are refused before anything is started."""
+"""Which bucket size is suggested, and which models are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddp_buckets import best_cap, conclusion, parse, run
 @pytest.mark.parametrize(
     ("seconds", "noise", "expected", "says"),
     [
-        ({1: 1.0, 25: 1.02, 100: 1.5}, 0.0, 25, "no other size"),  # hardly slower: no flag is worth it
+        ({1: 1.0, 25: 1.02, 100: 1.5}, 0.0, 25, "no other size"),  # barely slower: not worth a flag
         ({1: 1.0, 25: 1.05, 100: 1.5}, 0.01, 1, "use --ddp_bucket_cap_mb 1, 5% faster"),
         ({1: 1.0, 25: 1.05, 100: 1.5}, 0.08, 25, "within the noise of 8.0%"),
         ({1: 1.0, 25: 1.05, 100: 1.06}, 0.08, 25, "noise: the sizes differ by 6.0% at most"),

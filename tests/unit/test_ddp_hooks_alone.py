@@ -1,4 +1,4 @@
-"""DDP's hooks on one rank: whose a state is, what is sent and counted, and what a dropped step takes back."""
+"""DDP's hooks on one rank: who owns a state, what is sent and counted, and what a dropped step undoes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parameters(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
 
 
 class Bucket:
-    """What a hook asks of DDP's bucket."""
+    """The parts of DDP's bucket that a hook uses."""
 
     def __init__(self, index: int, names: tuple[str, ...], owned: dict[str, torch.Tensor], step: int, last: bool):
         self._index, self._owned, self._last = index, [owned[name] for name in names], last
@@ -62,7 +62,7 @@ def gradient(name: str, step: int) -> torch.Tensor:
 
 
 def step(hook: Any, owned: dict[str, torch.Tensor], number: int, *layout: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """What the hook makes of a step's gradients, by parameter."""
+    """A step's gradients as the hook returns them, by parameter."""
     found: dict[str, torch.Tensor] = {}
     for index, names in enumerate(layout):
         bucket = Bucket(index, names, owned, number, index == len(layout) - 1)
@@ -125,7 +125,7 @@ def test_what_is_not_sent_is_kept_and_added_in_the_next_step() -> None:
      ((8, 2, 20), 8, 40, 2), ((8, 8), 8, 8, 0), ((9, 9), 9, 9, 2), ((0, 4), 0, 0, 0)],
 )  # fmt: skip
 def test_which_gradients_become_factors(shape: tuple[int, ...], rows: int, columns: int, rank: int) -> None:
-    """Where P and Q have less than half of the values: 2 · (rows + columns) · 2 < rows · columns."""
+    """Those where P and Q have less than half of the values: 2 · (rows + columns) · 2 < rows · columns."""
     found = made()[0].shape_of(torch.zeros(shape))
     assert found == FactorShape(rows, columns, rank)
     assert found.sent_values == ((rows + columns) * rank if rank else rows * columns)
@@ -151,14 +151,14 @@ def test_a_dropped_step_is_as_if_it_had_not_been() -> None:
             step(other, others, number, *LAYOUT)
         step(hook, owned, 77, *LAYOUT)
         hook.undo()
-        hook.undo()  # twice is once
+        hook.undo()  # a second undo changes nothing
         expected = other.state_dict()["errors"]
         for name, error in hook.state_dict()["errors"].items():
             torch.testing.assert_close(error, expected.get(name, torch.zeros_like(error)), rtol=1e-4, atol=1e-5)
         for number in range(before + 1, before + 3):
             assert_same(step(hook, owned, number, *LAYOUT), step(other, others, number, *LAYOUT))
         assert hook.state_dict()["step"] == other.state_dict()["step"] == before + 2
-    made()[0].undo()  # nothing to take back
+    made()[0].undo()  # nothing to undo
 
 
 def test_a_run_goes_on_from_what_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,14 +171,14 @@ def test_a_run_goes_on_from_what_was_saved(monkeypatch: pytest.MonkeyPatch) -> N
     held = {name: tensor.clone() for name, tensor in saved["errors"].items()}
     factors = {name: tensor.clone() for name, tensor in saved["factors"].items()}
     again, others = made()
-    for number in range(1, 4):  # of another run, which must leave nothing
+    for number in range(1, 4):  # steps of another run, which must leave no trace
         step(again, others, 50 + number, *LAYOUTS[3])
     again.load_state_dict([saved], 0)
     for number in range(5, 8):
         assert_same(step(again, others, number, *LAYOUTS[2]), step(hook, owned, number, *LAYOUT))
-    assert_same(saved["errors"], held)  # a copy
+    assert_same(saved["errors"], held)  # the state is a copy
     assert_same(saved["factors"], factors)
-    # Another number of ranks: the mean of all errors. As many: one's own.
+    # On another number of ranks: the mean of all errors. On the same number: each rank's own.
     states = [{**saved, "errors": {n: torch.full_like(t, float(i)) for n, t in held.items()}} for i in (1, 5, 6)]
     again.load_state_dict(states, 0)
     assert {float(tensor.mean()) for tensor in again.state_dict()["errors"].values()} == {4.0}
@@ -240,7 +240,7 @@ def test_a_bucket_that_is_not_reduced_is_remembered(monkeypatch: pytest.MonkeyPa
 
 
 class Wrapped(torch.nn.Module):
-    """A model as DDP has wrapped it."""
+    """A model as DDP wraps it."""
 
     def __init__(self) -> None:
         super().__init__()

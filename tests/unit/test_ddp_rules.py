@@ -1,4 +1,4 @@
-"""Refused before anything is loaded: hooks and buckets without DDP, and PowerSGD where it could not be honoured."""
+"""Refusals before anything is loaded: hooks and buckets without DDP, and PowerSGD where it cannot be honoured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from accel_scale.training.ddp.hooks import DdpSettings
 
 @dataclass
 class Launch:
-    """What the rules read of a launch."""
+    """The parts of a launch that the rules read."""
 
     parallel: LaunchStrategy
     mixed_precision: str | None = None

@@ -1,4 +1,4 @@
-"""A flag is declared once: recipes share declarations; planner and docs have the recipes' names and values."""
+"""Each flag is declared once: recipes share declarations; planner and docs use the recipes' names and values."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from accel_scale.shipped import recipe_names, recipe_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECS = [load_recipe(recipe_script(name)).spec for name in recipe_names() if name != "tune"]
-# Flags of one name whose default or choices differ between the recipes, or between a loop and a trainer.
+# Flags of the same name whose default or choices differ between recipes, or between a loop and a trainer.
 DIFFERENT = {"output_dir", "max_length", "method", "plan", "collective_timeout", "guard"}
 
 
 def own_classes() -> dict[str, type]:
-    """Every class that declares flags of a recipe, bases too."""
+    """Every class that declares a recipe's flags, including base classes."""
     classes = [cls for spec in SPECS for cls in spec.flags]
     ours = [base for cls in classes for base in (cls.own if isinstance(cls, LaterClass) else (cls,))]
     return {base.__name__: base for cls in ours for base in cls.__mro__ if dataclasses.is_dataclass(base)}

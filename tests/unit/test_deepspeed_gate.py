@@ -1,4 +1,4 @@
-"""DeepSpeed's inside is as `deepspeed_gate` found it on 0.19.8; what it does with it runs in tests/distributed."""
+"""DeepSpeed's internals are as `deepspeed_gate` found them in 0.19.8; tests/distributed runs the gate itself."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from accel_scale.training.guard import deepspeed_control
 
 
 def source_of(cls: type, name: str) -> str:
-    """A method's source, also where a decorator hides it."""
+    """A method's source, even where a decorator hides it."""
     text = textwrap.dedent(inspect.getsource(cls))
     [found] = [node for node in ast.parse(text).body[0].body if getattr(node, "name", None) == name]
     return ast.get_source_segment(text, found)
 
 
 def calls(cls: type, name: str) -> list[str]:
-    """Names called on ``self`` in the order of the source."""
+    """Names called on ``self``, in source order."""
     return re.findall(r"self\.([a-z_0-9]+)\(", source_of(cls, name))
 
 
@@ -89,7 +89,7 @@ def test_a_norm_that_is_not_finite_is_never_taken_for_one() -> None:
 
 
 def test_a_trainers_backward_pass_takes_no_step() -> None:
-    """Accelerate's wrapper steps at the boundary; the gate does, once the step is judged."""
+    """Accelerate's wrapper steps at the accumulation boundary; the gate steps once the step has been judged."""
     calls: list[Any] = []
     engine = SimpleNamespace(
         set_gradient_accumulation_boundary=lambda is_boundary: calls.append(is_boundary),

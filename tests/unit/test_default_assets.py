@@ -1,4 +1,4 @@
-"""The embedded model and data: rebuilt identically, correct, disjoint, not answerable by memory, small."""
+"""The embedded model and data: rebuilt identically, correct, disjoint, not answerable from memory, small."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_rebuilding_gives_the_same_bytes(tmp_path):
     write_data(tmp_path)
     for committed in map(Path, default_data_paths()):
         assert (tmp_path / committed.name).read_bytes() == committed.read_bytes()
-    rebuilt = lzma.decompress((tmp_path / "base_text.jsonl.xz").read_bytes())  # liblzma's versions pack differently
+    rebuilt = lzma.decompress((tmp_path / "base_text.jsonl.xz").read_bytes())  # versions of liblzma pack differently
     assert Path(default_pretraining_text(str(tmp_path / "run"))).read_bytes() == rebuilt
     some = Path(default_pretraining_text(str(tmp_path / "run"), num_documents=100)).read_bytes()
     assert rebuilt.startswith(some)
@@ -156,7 +156,7 @@ def test_held_out_questions_are_disjoint(datasets):
 
 
 def operands(row) -> tuple:
-    """What a question is about, whatever its words: its numbers, codes and fruit, in order where order matters."""
+    """The content of a question regardless of wording: its numbers, codes and fruit, in order where order matters."""
     text = question_of(row).replace("YYYY-MM-DD", "")
     found = re.findall(r"\d+(?:\.\d+)?|[A-Z]{4,}|(?:apple|pear|fig|plum|lemon|cherry)(?=,)", text)
     return row["task"], tuple(found if row["task"] == "sequence" else sorted(found))
@@ -164,7 +164,7 @@ def operands(row) -> tuple:
 
 def test_held_out_problems_are_disjoint_whatever_the_wording(datasets):
     train, heldout = datasets
-    # Counted items are too few to identify a problem without their order, units and amounts without the unit.
+    # Counted items alone do not identify a problem without their order, nor units and amounts without the unit.
     ordered = {"count", "convert", "letter", "date"}
     train_problems = {operands(row) for row in train if row["task"] not in ordered}
     heldout_problems = {operands(row) for row in heldout if row["task"] not in ordered}
@@ -172,7 +172,7 @@ def test_held_out_problems_are_disjoint_whatever_the_wording(datasets):
     assert not train_problems & heldout_problems
 
 
-# How to find a held-out problem's operands in its question, and the words of its task beside them in other text.
+# How to find a held-out problem's operands in its question, and the words of its task next to them in other text.
 STATED = {
     "add": (r"\d+ \+ \d+", r""),
     "subtract": (r"\d+ - \d+", r""),
@@ -187,7 +187,7 @@ STATED = {
 }
 
 
-# Each wording that held-out questions alone use, with anything in its gaps.
+# Each wording that only held-out questions use, with anything in its gaps.
 NEW_WORDINGS = [
     r"[^\n]+?".join(map(re.escape, re.split(r"{\w+}", wording.rstrip("?.:"))))
     for family in FAMILIES if family.name in INSTRUCTION_TASKS for wording in family.new_questions
@@ -217,7 +217,7 @@ def test_base_text_contains_no_held_out_problem_and_no_conversation(datasets, do
 
 
 def test_exercises_are_learnt_by_their_answers_and_in_no_held_out_wording(datasets):
-    """What is left when the questions are taken out is a mark and an answer, each answer right."""
+    """With the questions taken out, only a mark and an answer are left, and each answer is right."""
     train, _ = datasets
     answers = {row["answer"] for row in train if row["task"] == "letter"}
     layouts = set()

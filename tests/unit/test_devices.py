@@ -1,4 +1,4 @@
-"""What a run chooses on a device, and what it refuses there: the recipe's own decisions on described devices."""
+"""A run's choices on a device and its refusals there: the recipe's own decisions on described devices."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ DEVICES = {
 GROUPED = LlamaConfig(hidden_size=512, num_attention_heads=8, num_key_value_heads=2)
 FLASH2, FLASH3 = ("flash_attention_2",), ("flash_attention_2", "flash_attention_3")
 
-# Device: precision, attention of packed rows, of plain rows, the same with FlashAttention installed, checkpointing,
-# whether fp8 is allowed, whether FlashAttention 3 is, whether cuDNN's attention is kept away from varying lengths,
-# whether key heads are shared in half precision, backend of collectives.
+# Device: precision, attention for packed rows, for plain rows, for these with FlashAttention installed, checkpointing,
+# whether fp8 is allowed, whether FlashAttention 3 is, whether cuDNN's attention is avoided for varying lengths,
+# whether key heads are shared in half precision, backend for collectives.
 TABLE = {
     "V100": ("fp16", "sdpa_packed", "sdpa_packed", "sdpa_packed", "full", False, False, False, False, "nccl"),
     "T4": ("fp16", "sdpa_packed", "sdpa_packed", "sdpa_packed", "full", False, False, False, False, "nccl"),
@@ -74,7 +74,7 @@ def settings_on(device: Device, line: str = "", preset: dict | None = None, **la
 
 
 def findings_on(device: Device, *, world_size: int = 1, mixed_precision: str | None = None, **run) -> list[str]:
-    """The lines of the checks before a launch, on a machine with everything installed."""
+    """The lines of the checks before a launch, on a machine with every package installed."""
     machine = LocalMachine(
         accelerator=device,
         num_devices=world_size if device.type != "cpu" else 0,
@@ -141,11 +141,11 @@ def test_what_each_device_would_choose(name, monkeypatch):
     assert switched == ([False] if chosen[7] else [])
     assert not choose_kernels(device, lengths_vary=False)  # rows of one length keep the fastest kernel
 
-    # The default optimizer, packing and the default precision are refused nowhere.
+    # The default optimizer, packing and the default precision are accepted on every device.
     assert check_optimizer("adamw_torch_fused", device_type=device.type, precision=precision) == []
     assert findings_on(device) == []
     assert settings.precision.grad_scaler == (precision == "fp16")
-    # The embedded preset says bf16; where that is not native it gives way, with one line.
+    # The embedded preset says bf16; where bf16 is not native, the preset gives way, with one line of output.
     embedded = settings_on(device, preset=dict(DEFAULT_TRAINING))
     assert embedded.precision.name == precision
     surprising = device.type != "cpu" and precision != "bf16"
@@ -158,13 +158,13 @@ def test_what_each_device_would_choose(name, monkeypatch):
     [
         ("T4", torch.float16, GROUPED, True),
         ("V100", torch.float16, GROUPED, True),
-        ("A100", torch.float32, GROUPED, True),  # the flash kernel is for half precision
+        ("A100", torch.float32, GROUPED, True),  # the flash kernel needs half precision
         ("A100", torch.bfloat16, GROUPED, False),
         ("T4", torch.float16, LlamaConfig(hidden_size=512, num_attention_heads=8), False),
         ("T4", torch.float16, LlamaConfig(num_attention_heads=8, num_key_value_heads=2, head_dim=512), False),
         ("T4", torch.float16, GPT2Config(), False),
         ("CPU", torch.float32, GROUPED, False),
-        ("MI300X", torch.bfloat16, GROUPED, False),  # not known
+        ("MI300X", torch.bfloat16, GROUPED, False),  # unknown for this card
     ],
 )
 def test_sdpa_that_forms_score_matrices_is_never_chosen_and_noted_where_it_is_asked_for(
@@ -195,7 +195,7 @@ def test_what_each_device_refuses(name):
         with pytest.raises(ConfigError) as error:
             settings_on(device, mixed_precision="bf16", mixed_precision_place="accelerate launch --mixed_precision")
         assert "--mixed_precision fp16" in error.value.fix
-        # What the launch's own words ask for is answered in the launch's words.
+        # A setting of the launch is answered in the launch's terms.
         (line,) = findings_on(device, mixed_precision="bf16")
         assert "--precision fp16" in line
         assert "accelerate launch --mixed_precision fp16" in line
@@ -209,7 +209,7 @@ def test_a_build_of_torch_without_kernels_for_the_card_is_one_line():
     assert "cu126" in line
     for name in ("T4", "3060", "4090", "A100", "H100", "B200"):
         assert findings_on(dataclasses.replace(DEVICES[name], built_for=cuda13)) == []
-    # Code for one capability only, and older code that can be translated.
+    # Code for a single capability, and older code that can be translated.
     assert not dataclasses.replace(DEVICES["H100"], built_for=("sm_80", "sm_100a")).has_kernels
     assert not dataclasses.replace(DEVICES["B200"], built_for=("sm_103a",)).has_kernels
     assert dataclasses.replace(DEVICES["B200"], built_for=("sm_80", "compute_90")).has_kernels

@@ -1,4 +1,4 @@
-"""A full disk is one line that names the folder, its room and the setting, whichever library ran into it."""
+"""A full disk gives one line that names the folder, its free space and the setting, whichever library ran into it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_log_waits_for_room_and_loses_no_line(small_disk, capsys):
     filler = small_disk / "filler"
     with open(filler, "wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
         fill(file)
-    for step in range(2, 400):  # beyond the page that the file has already
+    for step in range(2, 400):  # beyond the page that the file already occupies
         log.write(step, loss=float(step))
     assert len(read_metrics(log.path)) < 399
     assert capsys.readouterr().err.count("lines wait") == 1

@@ -38,7 +38,7 @@ def test_help_is_fast_and_light():
         seconds.append(cpu_seconds_of_children() - before)
     assert done.returncode == 0
     assert all(name in done.stdout for name in main_module.COMMANDS)
-    # Time on the processor is the time on the clock of a machine that does nothing else.
+    # CPU time is wall-clock time on an otherwise idle machine.
     assert min(seconds) <= 0.3
     code = (
         "import sys; from accel_scale.cli.main import main\n"

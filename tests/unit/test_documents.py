@@ -1,4 +1,4 @@
-"""README and docs: short enough, every link leads somewhere, every page is listed, and quoted outputs are today's."""
+"""README and docs: short enough, all links lead somewhere, every page is listed, and quoted outputs are current."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def anchors(page: Path) -> set[str]:
-    """The fragments that GitHub gives a page's headings."""
+    """The anchors that GitHub gives to a page's headings."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -59,7 +59,7 @@ def test_the_parity_page_names_every_launch_file():
 
 
 def test_commands_before_a_launch_can_be_typed_as_they_are():
-    """The embedded model and data stand in where none are named, so nothing is left open."""
+    """The embedded model and data are used where none are named, so nothing is left to fill in."""
     text = (ROOT / "README.md").read_text(encoding="utf-8") + (ROOT / "docs" / "rehearsal.md").read_text(
         encoding="utf-8"
     )
@@ -70,7 +70,7 @@ def test_commands_before_a_launch_can_be_typed_as_they_are():
 
 
 def shell_lines(page: Path) -> list[str]:
-    """The lines of a page's shell blocks, continued ones joined."""
+    """Lines of a page's shell blocks, with continuation lines joined."""
     blocks = re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
 
@@ -129,7 +129,7 @@ def test_figures_of_readme_and_measured_name_a_committed_file():
 
 
 def measured(pattern: str, result: str) -> list[float]:
-    """The numbers that `pattern` finds in a committed table."""
+    """Numbers that `pattern` finds in a committed table."""
     found = re.search(pattern, (ROOT / "benchmarks" / "results" / result).read_text(encoding="utf-8"))
     assert found, (pattern, result)
     return [float(number.replace(",", "")) for number in found.groups()]
@@ -163,7 +163,7 @@ def test_figures_are_those_of_the_committed_results():
 
 
 def test_readme_quotes_what_its_command_prints(capsys, monkeypatch):
-    """`python docs/refresh.py` writes it again."""
+    """`python docs/refresh.py` updates the quotation."""
     spec = importlib.util.spec_from_file_location("refresh", ROOT / "docs" / "refresh.py")
     assert spec is not None
     assert spec.loader is not None
@@ -177,7 +177,7 @@ def test_readme_quotes_what_its_command_prints(capsys, monkeypatch):
 
 
 def test_the_readmes_pictures_are_light_load_nothing_and_show_todays_plan():
-    """`python docs/pictures.py` makes them again."""
+    """`python docs/pictures.py` regenerates them."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     pictures = [ROOT / target for target in _LINK.findall(text) if target.endswith((".svg", ".png"))]
     assert {path.name for path in pictures} >= {"plan.svg", "rehearsal.svg", "guarded.png"}
@@ -195,7 +195,7 @@ def test_the_readmes_pictures_are_light_load_nothing_and_show_todays_plan():
 
 
 def defined_in(path: Path) -> set[str]:
-    """Names that a module defines or imports at its top."""
+    """Names that a module defines or imports at top level."""
     names: set[str] = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -210,7 +210,7 @@ def defined_in(path: Path) -> set[str]:
 
 
 def exists(dotted: str) -> bool:
-    """Whether ``accel_scale.a.b`` is a public name, a module, or a name in one."""
+    """True if ``accel_scale.a.b`` is a public name, a module, or a name in a module."""
     parts = dotted.split(".")[1:]
     folder = ROOT / "accel_scale"
     for index, part in enumerate(parts):
@@ -228,13 +228,13 @@ def exists(dotted: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_modules_and_names_exist(page):
-    """Every ``accel_scale.…`` in text or code, every import in a code block, every path of a file in this project."""
+    """Every ``accel_scale.…`` in text or code, every import in a code block, every path of a file in the project."""
     text = page.read_text(encoding="utf-8")
     dotted = set(re.findall(r"\baccel_scale(?:\.[A-Za-z_]\w*)+", text))
     for module, names in re.findall(r"^from (accel_scale[\w.]*) import \(?([\w,\s]+?)\)?$", text, re.MULTILINE):
         dotted |= {f"{module}.{name}" for name in re.findall(r"\w+", names)}
     assert [name for name in sorted(dotted) if not exists(name.removesuffix(".py"))] == []
-    if page.name in ("CHANGELOG.md", "comparison.md"):  # about earlier files, and other projects' ones
+    if page.name in ("CHANGELOG.md", "comparison.md"):  # about earlier files and other projects' files
         return
     paths = re.findall(r"`((?:[\w.-]+/)+[\w-]+\.(?:py|md|yaml))`", text)
     below = (ROOT, page.parent, ROOT / "accel_scale")

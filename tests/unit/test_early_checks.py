@@ -1,4 +1,4 @@
-"""What a command line names wrongly is said before the libraries are imported."""
+"""Wrong names on a command line are reported before the libraries are imported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from accel_scale.starting.early_checks import check_command_line
 
 @pytest.fixture(autouse=True)
 def somewhere(tmp_path, monkeypatch):
-    """A folder with a model, rows and a file of flags; a hub that nobody answers for; an empty cache."""
+    """A folder with a model, rows and a file of flags; an unreachable hub; an empty cache."""
     monkeypatch.chdir(tmp_path)
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "HF_HUB_CACHE", "RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -46,7 +46,7 @@ def somewhere(tmp_path, monkeypatch):
 
 @dataclasses.dataclass
 class Named:
-    """Flags of both recipes that name something."""
+    """The flags of both recipes that name something."""
 
     model_name_or_path: str | None = None
     tokenizer: str | None = None
@@ -114,7 +114,7 @@ def test_without_a_network_the_cache_is_used_and_said(monkeypatch, capsys):
     (snapshot / "config.json").write_text("{}")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     check("--model_name_or_path owner/name")
-    assert os.environ["HF_HUB_OFFLINE"] == "1"  # nothing will retry
+    assert os.environ["HF_HUB_OFFLINE"] == "1"  # so that nothing retries
     assert "owner/name comes from the local cache" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
         check("--model_name_or_path owner/other")
@@ -124,7 +124,7 @@ def test_without_a_network_the_cache_is_used_and_said(monkeypatch, capsys):
 def test_a_hub_that_never_answers_is_waited_for_two_seconds(monkeypatch):
     with socket.create_server(("127.0.0.1", 0), backlog=0) as hub, contextlib.ExitStack() as others:
         address = hub.getsockname()
-        for _ in range(3):  # nobody accepts them, and the next one is not even refused
+        for _ in range(3):  # these are never accepted, and the next one is not even refused
             waiting = others.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(address)
@@ -238,7 +238,7 @@ def test_ctrl_c_among_the_imports_is_one_line_that_says_how_to_go_on(repository)
     env = {**os.environ, "PYTHONPATH": str(repository)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
         for line in process.stderr:
-            if line.rpartition("|")[2].strip().startswith("torch."):  # which is being imported
+            if line.rpartition("|")[2].strip().startswith("torch."):  # torch is being imported
                 break
         process.send_signal(signal.SIGINT)
         said = [line for line in process.stderr.read().splitlines() if not line.startswith("import time:")]

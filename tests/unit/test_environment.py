@@ -37,7 +37,7 @@ if launch.rank == 0:
 
 
 def launch(tmp_path: Path, *flags: str, cwd: Path = ROOT) -> dict:
-    """What a process sees that `accelerate launch` started with `flags`; its script has a --config_file of its own."""
+    """What a process that `accelerate launch` started with `flags` sees; its script has its own --config_file."""
     script = tmp_path / "report.py"
     script.write_text(REPORT)
     command = [
@@ -97,7 +97,7 @@ def test_command_line_overrides_the_file(tmp_path):
 def test_relative_path_is_relative_to_the_launcher(tmp_path):
     report = launch(tmp_path, "--config_file", "ddp.yaml", cwd=ROOT / "accelerate_configs")
     assert (report["strategy"], report["file"]) == ("ddp", "ddp.yaml")
-    # DeepSpeed's file is named as seen from the repository, two folders above this launch file's.
+    # DeepSpeed's file is named relative to the repository, two folders above this launch file.
     report = launch(tmp_path, "--config_file", str(ROOT / "accelerate_configs" / "zero_infinity.yaml"), cwd=tmp_path)
     assert report["label"] == "ZeRO-3, NVMe offload"
     assert report["deepspeed"] == str(ROOT / "accelerate_configs" / "deepspeed" / "zero_infinity.json")

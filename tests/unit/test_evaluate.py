@@ -1,4 +1,4 @@
-"""`accel-scale eval`: files of questions, the embedded ones, and tasks of lm-evaluation-harness."""
+"""`accel-scale eval`: question files, the embedded questions, and tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses over ranks: a token counts once, whichever rank has it, and a stage takes labels as they were given."""
+"""Losses over ranks: each token counts once, whichever rank has it, and a stage takes labels as they are given."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from accel_scale.training.evaluation.validation import (
 
 
 class Ranks:
-    """What is asked of an `Accelerator`, where the other ranks' sums are known."""
+    """The parts of an `Accelerator` that are used, with known sums of the other ranks."""
 
     def __init__(self, *others: torch.Tensor) -> None:
         self.others, self.num_processes, self.device = others, 1 + len(others), torch.device("cpu")
@@ -51,7 +51,7 @@ def model() -> Any:
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
-    """Of 9 and 2 labels, one without any, and one whose labels are shifted already."""
+    """Batches with 9 and 2 labels, one without any, and one whose labels are already shifted."""
     draw = torch.Generator().manual_seed(1)
     ids = [torch.randint(0, 32, (1, 10), generator=draw) for _ in range(4)]
     few, none = ids[1].clone(), torch.full((1, 10), -100)
@@ -88,7 +88,7 @@ def test_the_mean_is_over_the_tokens_of_all_batches_and_ranks() -> None:
     assert made.training, "afterwards as before"
     assert all(parameter.grad is None for parameter in made.parameters())
     assert alone.perplexity == pytest.approx(math.exp(alone.loss))
-    # Another rank with 30 tokens at 5 nats, a third with none.
+    # A second rank with 30 tokens at 5 nats, and a third with none.
     ranks = Ranks(torch.tensor([150.0, 30.0], dtype=torch.float64), torch.zeros(2, dtype=torch.float64))
     together = evaluate_loss(ranks, made, batches())
     assert together.num_tokens == count + 30
@@ -123,7 +123,7 @@ def test_a_sum_over_ranks_comes_back_to_the_host() -> None:
 
 
 def test_ranks_that_share_rows_count_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks of one product, two stages: each rank hears of the same rows, and the first stage has no loss."""
+    """Two tensor-parallel ranks and two stages: each rank gets the same rows, and the first stage has no loss."""
     from accel_scale.parallel import model_parallel
 
     asked: list[Any] = []
@@ -216,7 +216,7 @@ def test_a_sample_is_drawn_alike_each_time_and_in_step_where_weights_are_shared(
     sample_text(Ranks(), made, Padded(), "", max_new_tokens=1)
     assert seen[-1][0]["input_ids"].tolist() == [[5]], "nothing to begin with: the end of a text"
     assert seen[-1][0]["pad_token_id"] == 0
-    # Ranks with whole weights generate by themselves, those with parts of them wait for each other.
+    # Ranks with whole weights generate independently; those with parts of them wait for each other.
     several = Ranks(torch.zeros(2))
     made.generate = lambda **settings: seen.append((settings, None)) or torch.tensor([[7, 3, 0], [7, 4, 0]])
     assert sample_text(several, made, Words(), "7", max_new_tokens=1) == "3", "without the token that ends it"
@@ -302,7 +302,7 @@ def test_evaluating_has_no_dropout_and_puts_the_mode_back() -> None:
 
 @pytest.mark.parametrize("name", ["labels", "shift_labels"])
 def test_the_last_stage_shifts_labels_that_are_not(name: str) -> None:
-    """Parts of rows bring labels that were shifted before the cut; shifted again they would be of a later token."""
+    """Parts of rows come with labels shifted before the cut; shifted again, they would belong to a later token."""
     made = model().eval()
     ids = torch.arange(12)[None]
     labels = ids if name == "labels" else F.pad(ids[:, 1:], (0, 1), value=-100)

@@ -1,4 +1,4 @@
-"""Exact match on the embedded base model: batching, sharing between ranks, counting, refusals."""
+"""Exact match on the embedded base model: batching, distribution over ranks, counting, refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def questions():
 
 @pytest.fixture(scope="module")
 def sayings():
-    """Prompts the base model completes and then ends by itself: plain statements of solved problems, cut short."""
+    """Prompts that the base model completes and ends by itself: plain statements of solved problems, cut short."""
     texts = ["12 + 7 =", "The reverse of QXKD is", "In m, 12.50 km are", "The largest of 12, 93, 55, 31 is", "KLMN ="]
     texts += [f"{a} plus {a + 3} is" for a in range(10, 25)]
     return [{"prompt": text, "answer": "unknown", "task": "a" if i % 2 else "b"} for i, text in enumerate(texts)]
@@ -41,7 +41,7 @@ def sayings():
 def test_base_model_hardly_answers(model, tokenizer, questions):
     result = exact_match(model, tokenizer, questions, batch_size=100, max_new_tokens=24)
     assert result.num_questions == 200
-    assert result.accuracy <= 0.10  # a third of the unit conversions
+    assert result.accuracy <= 0.10  # it solves a third of the unit conversions
     assert set(result.tasks) == {row["task"] for row in questions}
     assert sum(score.num_correct for score in result.tasks.values()) == result.num_correct
 
@@ -188,7 +188,7 @@ def test_prompt_completion_rows(model, tokenizer):
 
 
 class Letters:
-    """A tokenizer of letters: a is 10, b is 11; 0 fills up and 1 ends."""
+    """A tokenizer of letters: a is 10, b is 11; 0 pads and 1 ends."""
 
     pad_token_id: int | None = 0
     eos_token_id: int | None = 1
@@ -202,7 +202,7 @@ class Letters:
 
 
 class Echo(torch.nn.Module):
-    """Says the last letter of a prompt, ends, and goes on with noise, as in step with other ranks."""
+    """Repeats the last letter of a prompt, ends, and goes on with noise, as when it stays in step with other ranks."""
 
     def __init__(self, *, mark: str = "", ends: Any = None) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ def test_ranks_keep_in_step_where_weights_are_shared(mark, world_size, in_step):
 
 
 def test_every_rank_answers_as_many_and_counts_its_own():
-    """Three questions on two ranks: the second one repeats the last, and counts one."""
+    """Three questions on two ranks: the second rank repeats the last question, and counts only one."""
     models = [Echo(), Echo()]
     found = [
         exact_match(model, Letters(), LETTERS, batch_size=1, rank=rank, world_size=2)

@@ -1,4 +1,4 @@
-"""Exit statuses: one module has them, and the docs' table says what they mean."""
+"""Exit statuses: one module defines them, and the docs' table explains them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM, llama.cpp's converter and Ollama read of a merged folder (docs/after-training.md) is there."""
+"""A merged folder holds everything that vLLM, llama.cpp's converter and Ollama read (docs/after-training.md)."""
 
 from __future__ import annotations
 
@@ -50,4 +50,4 @@ def test_a_merged_folder_is_what_converters_read(tmp_path: Path, capsys) -> None
     ids = tokenizer("The capital of", return_tensors="pt")["input_ids"]
     with torch.no_grad():
         got, expected = plain(ids).logits.float(), model(ids).logits.float()
-    assert float((got - expected).abs().max()) < 0.02 * float(expected.max() - expected.min())  # weights in bf16
+    assert float((got - expected).abs().max()) < 0.02 * float(expected.max() - expected.min())  # the weights are bf16

@@ -1,4 +1,4 @@
-"""The lean loss piece by piece: which head, which factor, which tokens are counted, and what goes another way."""
+"""The lean loss piece by piece: which head, which factor, which tokens count, and which cases take another path."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_chunks_follow_the_memory_that_a_run_has_of_its_card(monkeypatch, gib, s
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
     cuda = torch.device("cuda")
-    assert default_chunk_size(2**17, cuda, is_trained=False) == 512  # logits of 2**26 at once
+    assert default_chunk_size(2**17, cuda, is_trained=False) == 512  # 2**26 logits at once
     assert default_chunk_size(2**17, cuda, is_trained=True) == 2048
 
 
@@ -236,7 +236,7 @@ def test_zero_3_is_told_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Below:
-    """What the mixin asks of TRL's trainer."""
+    """The parts of TRL's trainer that the mixin uses."""
 
     def __init__(self, *, ranks: int = 1, tp: int = 1, smoother: Any = None, compiled: bool = False, steps: int = 2):
         self.model, self._tp_size = model(), tp

@@ -1,4 +1,4 @@
-"""The final folder of ranks that share a model, read back: what differs, is missing or was not gathered is named."""
+"""The final folder of ranks that share a model, read back: differing, missing and ungathered tensors are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers are checked when flags are read: every flag that takes one has its range, in both recipes and the search."""
+"""Numbers are checked when flags are read: every numeric flag has a range, in both recipes and the search."""
 
 from __future__ import annotations
 

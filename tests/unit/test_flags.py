@@ -1,4 +1,4 @@
-"""Flags are strict: every mistake in a file or on the command line names its place and the nearest right thing."""
+"""Flags are strict: every mistake in a file or on the command line names its place and the nearest valid choice."""
 
 from __future__ import annotations
 

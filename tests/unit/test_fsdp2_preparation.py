@@ -1,4 +1,4 @@
-"""Which layers FSDP2 must not put in groups of their own: those that share weights with others."""
+"""Layers that FSDP2 must not put in groups of their own because they share weights with others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Model(nn.Module):
 
 
 def groups(model: nn.Module) -> list[str]:
-    """Names of the modules to which Accelerate gives a group."""
+    """Names of the modules that Accelerate puts in a group of their own."""
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
     plugin = SimpleNamespace(auto_wrap_policy=transformer_auto_wrap_policy, transformer_cls_names_to_wrap=None)
@@ -57,7 +57,7 @@ def test_layers_of_their_own_keep_their_groups() -> None:
 def test_layers_that_share_a_weight_get_no_group() -> None:
     first, second = Layer(), Layer()
     second.attention.weight = first.attention.weight
-    # What the two do not share is still sharded by itself.
+    # Parts that the two do not share are still sharded by themselves.
     assert groups(Model(first, second, Layer())) == [
         "layers.0.own", "layers.1.own", "layers.2", "layers.2.attention", "layers.2.own",
     ]  # fmt: skip
@@ -83,7 +83,7 @@ OWN = {
 @pytest.mark.usefixtures("mended")
 @pytest.mark.parametrize("kind", OWN)
 def test_layers_that_a_model_names_and_lacks_are_left_out(kind: str) -> None:
-    """A text model names those of its family's towers, and a model with a tower those of the text tower it lacks."""
+    """A text model names layers of its family's towers, and a model with a tower those of a text tower it lacks."""
     config = CONFIG_MAPPING[kind](**OWN[kind])
     with torch.device("meta"):
         model = language_model_class(config).from_config(config)

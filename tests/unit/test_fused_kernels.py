@@ -1,4 +1,4 @@
-"""Fused kernels: when they are chosen, what stands in their way, and Liger's own in Triton's interpreter."""
+"""Fused kernels: when they are chosen, what prevents them, and Liger's own in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def resolved(flags: str = "", *, device: str = "cuda") -> Resolved:
 
 @pytest.fixture
 def settle(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Settle a run's flags on a machine with a GPU and Liger, whose check comes to `answer`."""
+    """Settles a run's flags on a machine with a GPU and Liger, whose check returns `answer`."""
 
     def run(flags: str, answer: Any = (AGREED, None), *, installed: bool = True, **where: Any) -> Any:
         monkeypatch.setattr(fused, "is_installed", lambda: installed)
@@ -68,7 +68,7 @@ def test_they_are_used_without_being_asked_where_the_twin_agrees(settle: Any) ->
     assert (settings.fused_label, lines) == ("Liger's RMSNorm, RoPE, SwiGLU", [])
     assert (settings.values["fused_kernels"], settings.fused) == ("on", AGREED)
     assert setup_of(settings, LAUNCH, "sdpa").fused == AGREED
-    settings.set_checkpointing("selective", "planned")  # keeps queries and keys, which Liger's rotation writes over
+    settings.set_checkpointing("selective", "planned")  # keeps queries and keys, which Liger's rotation overwrites
     assert settings.fused_label == "Liger's RMSNorm, SwiGLU"
     settings, _ = settle("--use_liger_kernel true")
     assert settings.fused == AGREED
@@ -144,14 +144,14 @@ def test_the_planner_counts_fewer_activations(family: str, parts: tuple[str, ...
     without = step_bytes(facts, own)
     assert with_kernels.peak_bytes <= without.peak_bytes
     if policy == "none":
-        # Of a layer's inputs to norms, products and the MLP's middle, a good part is copies in fp32 and products.
+        # A good part of a layer's inputs to norms, products and the MLP's middle is fp32 copies and products.
         assert with_kernels.saved_bytes < 0.85 * without.saved_bytes
     with pytest.raises(ConfigError):
         dataclasses.replace(own, fused=("softmax",))
 
 
 def fake_liger(monkeypatch: pytest.MonkeyPatch, factor: float) -> list[str]:
-    """A package in Liger's place, with a patch of LLaMA's MLPs that multiplies by `factor`; what it was told."""
+    """Replaces Liger by a package whose patch multiplies LLaMA's MLPs by `factor`; returns the calls it gets."""
     told: list[str] = []
 
     class LigerSwiGLUMLP:
@@ -184,7 +184,7 @@ def fake_liger(monkeypatch: pytest.MonkeyPatch, factor: float) -> list[str]:
 def test_another_model_of_the_family_rotates_on_the_cpu_with_its_own_function(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_liger(monkeypatch, 1.0)
     own = modeling_llama.apply_rotary_pos_emb
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", own)  # put back afterwards
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", own)  # restored afterwards
     fuse_agreed(AGREED, modeling_llama.LlamaForCausalLM(CONFIG), CheckpointingPolicy("none"))
     called: list[str] = []
     profiled = {own.__code__: "own"}
@@ -220,7 +220,7 @@ def test_the_twin_tells_kernels_that_agree_from_those_that_do_not(monkeypatch: p
 
 @pytest.mark.slow
 def test_ligers_own_kernels_agree_in_tritons_interpreter() -> None:
-    """The real kernels on the CPU, in a process of its own: the interpreter is chosen when Triton is imported."""
+    """The real kernels on the CPU, in a separate process: the interpreter is chosen when Triton is imported."""
     for name in ("liger_kernel", "triton"):
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is not installed: pip install 'accel-scale[fused]' triton")

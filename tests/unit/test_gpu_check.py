@@ -1,4 +1,4 @@
-"""`benchmarks/gpu_check.py`: what failed or took too long ends only itself, is on the page, and is run again."""
+"""`benchmarks/gpu_check.py`: a case that fails or times out ends only itself, is on the page, and is run again."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_case_that_fails_ends_only_itself_and_is_the_only_one_run_again(tmp_pa
     again.case("is wrong", lambda: expect(True, "2 and 2"))
     again.case("crashes", good)
     again.case("is right", good)
-    assert ran == ["good", "good"]  # once for each, not again for the one that was right
+    assert ran == ["good", "good"]  # once for each; the case that was right is not run again
     write_ending(tmp_path / "methods", gpu_check.Ending("ended", "", 3.0))
     ending = read_ending(tmp_path / "methods")
     assert ending is not None
@@ -131,7 +131,7 @@ def test_the_largest_model_comes_first_and_nothing_twice() -> None:
     found = chosen(on_gpu=True, default_precision="bf16")
     assert [(case.model, case.method) for case in found[:2]] == [(LARGE, "qlora"), (LARGE, "qlora")]
     assert len({case.label for case in found}) == len(found)
-    for case in found:  # each can be planned, so that none fails on the day for its own sake
+    for case in found:  # each can be planned, so none fails on a GPU for that reason
         assert case.setup.sequence_length == case.length
         assert case.config.hidden_size > 0
 
@@ -190,5 +190,5 @@ def test_two_threads_run_a_launch_once_and_share_the_gpus(monkeypatch) -> None:
         failures = [pool.submit(once, "full", name).exception() for name in ("ddp", "ddp", "fsdp2", "ddp")]
     assert [str(failure) for failure in failures] == ["no such launch file"] * 4
     assert [(method, name) for method, name, _ in ran] == [("full", "ddp"), ("full", "fsdp2")]
-    with gpus.taken(3) as mine:  # all have come back
+    with gpus.taken(3) as mine:  # all have been given back
         assert sorted(mine) == ["2", "5", "7"]

@@ -1,4 +1,4 @@
-"""What joins the GPUs of a machine, from tables in the format of ``nvidia-smi topo -m`` (tests/unit/links)."""
+"""Links between the GPUs of a machine, from tables in the format of ``nvidia-smi topo -m`` (tests/unit/links)."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_links_are_those_of_the_devices_that_are_chosen() -> None:
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An `nvidia-smi` on the path that prints what is in a file."""
+    """An `nvidia-smi` on the path that prints the content of a file."""
     table, script = tmp_path / "table.txt", tmp_path / "nvidia-smi"
     script.write_text(f'#!/bin/sh\n[ "$*" = "topo -m" ] && cat {table}\n')
     script.chmod(0o755)
@@ -108,7 +108,7 @@ def test_the_machine_is_asked_and_its_chosen_devices_are_kept(asked: Path, monke
     assert with_gpu_links(four, "all").gpu_links == with_gpu_links(four).gpu_links
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2")
     assert describe_links(with_gpu_links(four).gpu_links) == "PHB; no NVLink"
-    asked.unlink()  # it then ends with an error
+    asked.unlink()  # `nvidia-smi` then exits with an error
     assert with_gpu_links(four).gpu_links == ()
     assert "links" not in describe_machine(with_gpu_links(four))
 

@@ -1,4 +1,4 @@
-"""The guard's decisions: what is caught, what is not, how often it is wrong, and that it goes on after a resume."""
+"""The guard's decisions: what it catches, what it lets pass, its false alarms, and going on after a resume."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ NOT_FINITE = [math.nan, math.inf, -math.inf]
 
 
 def curve(num_steps: int, seed: int, *, noise: float = 0.1, start: float = 8.0, end: float = 2.5) -> list:
-    """Losses and gradient norms as of a language model: a fast fall and a long tail, noise that is skewed upwards,
+    """Losses and gradient norms like those of a language model.
 
-    and norms that are large at first, then spread like a logarithmic normal distribution.
+    Losses fall fast, then have a long tail, with noise skewed upwards; norms start large and spread log-normally.
     """
     random.seed(seed)
     points = []
@@ -52,7 +52,7 @@ def test_false_alarms_on_a_noisy_falling_curve_are_rare(noise: float) -> None:
 
 
 def test_a_tighter_threshold_would_be_wrong_often() -> None:
-    """The number above means something: the same curves do raise alarms at three standard deviations."""
+    """The result above means something: the same curves do raise alarms at three standard deviations."""
     actions = run(Guard(GuardSettings(threshold=3.0, max_skips=10**6)), curve(2500, 0))
     assert sum(action != "stepped" for action in actions) > 10
 
@@ -150,7 +150,7 @@ def test_the_budget_stops_a_run_that_only_skips() -> None:
 
 
 def test_norms_that_stay_high_whatever_the_batch_are_not_the_rows() -> None:
-    """Weights on a steep spot: the loss is as before, and no batch that is skipped leads away from there."""
+    """The weights are on a steep spot: the loss is as before, and skipping batches does not lead away from it."""
     guard = Guard(GuardSettings(max_skips=4))
     run(guard, curve(300, 3))
     decisions = [guard.judge(2.6, norm) for norm in (18.0, 20.0, 22.0, 21.0, 19.0, 15.0)]
@@ -158,12 +158,12 @@ def test_norms_that_stay_high_whatever_the_batch_are_not_the_rows() -> None:
     assert [decision.is_event for decision in decisions] == [True] * 4 + [False] * 2
     assert "not the rows" in decisions[3].reason
     assert guard.state_dict()["grad_norm"][-3:] == [21.0, 19.0, 15.0]
-    # Norms fall, and later there is another such spot: neither has used up the budget.
+    # Norms fall, and later another such spot comes: neither has used up the budget.
     for _ in range(3):
         assert run(guard, [(2.6, 0.6)] * 30) == ["stepped"] * 30
         assert run(guard, [(2.6, 20.0)] * 4) == ["skipped"] * 3 + ["stepped"]
     assert guard.num_events == 12
-    # Single batches are still skipped, and so is every one whose loss spikes as well.
+    # Isolated batches are still skipped, and so is every batch whose loss spikes as well.
     assert run(guard, [(2.6, 0.6), (2.6, 20.0), (2.6, 0.6)]) == ["stepped", "skipped", "stepped"]
     assert run(guard, [(9.0, 20.0)] * 4) == ["skipped"] * 3 + ["stop"]
 
@@ -174,14 +174,14 @@ def test_rollbacks_that_come_to_the_same_weights_again_and_again_end_too() -> No
     checkpoint = json.loads(json.dumps(guard.state_dict()))
 
     def steps_again(num_good: int, norm: float) -> str:
-        """From the checkpoint on: good steps as before, and another batch after them."""
+        """From the checkpoint: good steps as before, then one batch with `norm`."""
         guard.roll_back(checkpoint)
         assert run(guard, [(2.6, 0.6)] * num_good) == ["stepped"] * num_good
         return guard.judge(2.6, norm).action
 
     assert [steps_again(22, 20.0) for _ in range(4)] == ["rollback"] * 3 + ["stepped"]
     assert run(guard, [(2.6, 20.0), (2.6, 15.0), (2.6, 0.6)]) == ["stepped"] * 3
-    # Other weights each time: bad rows at several places, of which as many are tolerated as the budget says.
+    # Other weights each time: bad rows in several places, as many of which are tolerated as the budget allows.
     assert [steps_again(num_good, 20.0) for num_good in (3, 5, 7, 9, 11)] == ["rollback"] * 4 + ["stop"]
 
 
@@ -199,12 +199,12 @@ def test_fp16_overflows_are_the_scalers_until_there_are_too_many() -> None:
     assert guard.judge(2.0, 1.0, has_loss_scaler=True).action == "stepped"
     decisions = [guard.judge(2.0, math.nan, has_loss_scaler=True) for _ in range(3)]
     assert [d.is_event for d in decisions] == [False, False, True]
-    assert decisions[-1].is_overflow  # the scaler goes on lowering its scale
+    assert decisions[-1].is_overflow  # the scaler keeps lowering its scale
     assert "3 times in a row" in decisions[-1].reason
     loss = guard.judge(math.nan, math.nan, has_loss_scaler=True)
     assert loss.is_event
     assert not loss.is_overflow
-    assert guard.judge(2.0, math.inf).is_event  # nobody else would catch it
+    assert guard.judge(2.0, math.inf).is_event  # nothing else would catch it
 
 
 @pytest.mark.slow
@@ -313,7 +313,7 @@ def test_events_are_strict_json_and_come_back(tmp_path) -> None:
 
 
 def test_a_guard_goes_on_from_its_state_as_if_undisturbed():
-    """Estimates, events and counts: the same decisions on the same numbers, to the end of the budget."""
+    """Estimates, events and counts: the same decisions on the same numbers until the budget is used up."""
     settings = GuardSettings(policy="skip", min_steps=5, max_skips=3)
     whole = Guard(settings)
     for step in range(12):
@@ -329,7 +329,7 @@ def test_a_guard_goes_on_from_its_state_as_if_undisturbed():
 
 
 def test_a_state_of_an_earlier_version_is_gone_on_from() -> None:
-    """It does not know how often a norm spiked at the same weights: the next three batches are left out."""
+    """Such a state lacks the count of norm spikes at the same weights, so the next three batches are skipped."""
     settings = GuardSettings(max_skips=9)
     old = Guard(settings)
     run(old, curve(300, 3))
@@ -362,11 +362,11 @@ def test_what_an_event_was_judged_by_is_said() -> None:
 
 
 def test_estimates_by_hand() -> None:
-    """Median 3, median distance 1: eight robust deviations above are 3 + 8 · 1.4826."""
+    """Median 3, median absolute deviation 1: eight robust deviations above are 3 + 8 · 1.4826."""
     estimate = RunningEstimate(5, 5, least_ratio=1.05)
     for value in (100.0, 1.0, 2.0, 3.0, 4.0, math.nan):
         estimate.add(value)
-    assert estimate.threshold(8) == pytest.approx(3 + 8 * 1.4826)  # of 100, 1, 2, 3, 4
+    assert estimate.threshold(8) == pytest.approx(3 + 8 * 1.4826)  # of the values 100, 1, 2, 3, 4
     estimate.add(5.0)
     assert list(estimate.values) == [1, 2, 3, 4, 5], "the last five"
     assert estimate.threshold(2) == pytest.approx(3 + 2 * 1.4826)
@@ -387,7 +387,7 @@ def test_estimates_by_hand() -> None:
 
 
 def test_a_loss_around_zero_is_no_cost_that_spikes() -> None:
-    """A policy gradient's: most steps 0, some not. Only what is not finite is an event, of loss and norm."""
+    """A policy gradient's loss is mostly 0: without `loss_spikes` only non-finite losses and bad norms are events."""
     losses = [0.0 if step % 3 else 0.01 * (step % 7) for step in range(200)]
     guard = Guard(GuardSettings(loss_spikes=False))
     assert {guard.judge(loss, 1.0).action for loss in losses} == {"stepped"}

@@ -1,4 +1,4 @@
-"""The guard in HF `Trainer`: the loop calls what is overridden, and every policy does what it says there."""
+"""The guard in HF `Trainer`: the loop calls the overridden methods, and each policy does what it promises."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accel_scale.trainers.guard_mixin import GuardMixin
 from accel_scale.training.guard.events import read_events
 
 pytestmark = pytest.mark.slow
-# The vector of this word is broken; nothing else touches it.
+# This token's embedding is broken; no other token uses it.
 BROKEN, NOISE = 63, 62
 
 
@@ -30,11 +30,11 @@ def _fresh_state():
 
 
 class GuardedTrainer(GuardMixin, Trainer):
-    """An ordinary trainer with a guard."""
+    """An ordinary trainer with the guard mixin."""
 
 
 class Rates(TrainerCallback):
-    """The learning rate that the optimizer had in each step it took."""
+    """Records the optimizer's learning rate in each step it takes."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -58,7 +58,7 @@ def model() -> LlamaForCausalLM:
 def rows(
     *, broken: set[int] = frozenset(), noisy: set[int] = frozenset(), count: int = 32, starts: int = 60
 ) -> list[dict]:
-    """Counting sequences; some end in a broken word, some have labels nobody can foresee."""
+    """Counting sequences; `broken` rows contain a broken token, `noisy` rows have random labels."""
     made = []
     for number in range(count):
         ids = [(number % starts + k) % 60 for k in range(12)]
@@ -129,7 +129,7 @@ def test_the_schedule_waits_and_the_log_averages_what_was_taken(tmp_path) -> Non
     entries = [entry for entry in made.state.log_history if "loss" in entry]
     assert [entry["skipped_steps"] for entry in entries] == [1, 1]
     assert all(2 < entry["loss"] < 5 for entry in entries)
-    mean = sum(entry["loss"] for entry in entries) / 2  # of three taken steps each
+    mean = sum(entry["loss"] for entry in entries) / 2  # each over three taken steps
     assert output.training_loss == made.state.log_history[-1]["train_loss"] == pytest.approx(mean, rel=1e-3)
     assert made.guard_summary() == {"policy": "skip", "events": 2}
 

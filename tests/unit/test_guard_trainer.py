@@ -1,4 +1,4 @@
-"""The guard in HF `Trainer` on a model of one layer, in tenths of a second; test_guard_mixin.py has the slow cases."""
+"""The guard in HF `Trainer` on a one-layer model, in tenths of a second; test_guard_mixin.py has the slow cases."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Line(torch.nn.Module):
 
 
 class Guarded(GuardMixin, Trainer):
-    """An ordinary trainer with a guard."""
+    """An ordinary trainer with the guard mixin."""
 
 
 class Rates(TrainerCallback):
-    """The learning rate of each step that the optimizer took."""
+    """Records the learning rate of each step the optimizer takes."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -56,7 +56,7 @@ class Rates(TrainerCallback):
 
 
 def rows(changes: dict[int, float], count: int = 32) -> list[dict[str, Any]]:
-    """Rows whose answers are multiplied by `changes`, by their number."""
+    """Rows whose labels are multiplied by the factor that `changes` gives for the row's index, if any."""
     draw = torch.Generator().manual_seed(1)
     x = torch.rand(count, 4, generator=draw)
     return [{"x": row.tolist(), "labels": row.sum().item() * changes.get(n, 1.0)} for n, row in enumerate(x)]

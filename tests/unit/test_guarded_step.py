@@ -1,4 +1,4 @@
-"""`GuardedStep` on one process: what a step that is not taken leaves as it was, and what goes where."""
+"""`GuardedStep` on one process: what a step that is not taken leaves unchanged, and what is reported where."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_without_clipping_and_without_guard_there_is_still_a_norm():
     assert loop.take(1000.0).grad_norm > 100
     assert math.isnan(loop.take(math.nan).loss)
     assert loop.step.step_number == 3
-    assert not loop.model.weight.isfinite().all()  # nobody held it back
+    assert not loop.model.weight.isfinite().all()  # nothing held it back
 
 
 def test_events_name_rows_and_numbers(tmp_path, capsys):
@@ -188,7 +188,7 @@ def test_fp16_scale_is_kept_by_the_guard_and_lowered_by_the_scaler(tmp_path):
     assert loop.take(math.nan).action == "skipped"
     assert scaler.state_dict() == state
     assert loop.state() == before
-    overflow = loop.take(1e36, loss_sum=1.0)  # the scaled gradient is infinite, the loss is not
+    overflow = loop.take(1e36, loss_sum=1.0)  # the scaled gradient is infinite, but the loss is not
     assert overflow.action == "skipped"
     assert "loss scaler" in overflow.reason
     assert scaler.get_scale() == state["scale"] / 2
@@ -249,7 +249,7 @@ def test_rolling_back_and_around_a_batch_ends_as_if_it_had_not_come(tmp_path):
         position += 1
         if batch in avoided:
             continue
-        loop.step.step_number = batch  # the batch follows from it
+        loop.step.step_number = batch  # the step number determines the batch
         outcome = loop.take(math.nan if batch == bad else 1.0)
         if outcome.action == "rollback":
             kept = guard.state_dict()
@@ -273,7 +273,7 @@ def test_rolling_back_and_around_a_batch_ends_as_if_it_had_not_come(tmp_path):
 
 
 def test_a_trainers_own_step_does_what_was_decided():
-    """`optimizer.step()`, which a trainer calls, steps, or does not where that was decided, until it is detached."""
+    """`optimizer.step()`, called by a trainer, steps unless the gate decided otherwise, until the gate is detached."""
     loop = Loop()
     gate = make_gate(loop.accelerator, loop.model, loop.optimizer)
     usual = loop.optimizer.step
@@ -296,7 +296,7 @@ def test_a_trainers_own_step_does_what_was_decided():
 
 
 def test_a_gate_that_was_told_nothing_does_what_the_optimizer_does():
-    """Also after a step at another learning rate, which is for that step alone."""
+    """This also holds after a step at another learning rate, which applies to that step alone."""
     plain, gated = Loop(), Loop()
     gate = make_gate(gated.accelerator, gated.model, gated.optimizer)
     gate.attach()
@@ -345,7 +345,7 @@ def test_rows_named_at_the_end_go_with_the_losses_or_beside_rows_that_were_named
 
 
 def test_steps_of_a_pipeline_are_judged_by_the_stages_that_have_a_loss(tmp_path):
-    """Two stages of a pipeline on four ranks: the mean over ranks counts those that have none."""
+    """A pipeline of two stages on four ranks: the mean over ranks counts the ranks without a loss."""
     loop = Loop(guard=Guard(GuardSettings(policy="stop")), output_dir=tmp_path)
     loop.step.loss_factor = 3
     loop.model(torch.ones(1, 4)).sum().backward()

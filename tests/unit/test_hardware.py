@@ -1,4 +1,4 @@
-"""Cards are found by the names people and drivers use; what is not known is refused, never guessed."""
+"""Cards are found by the names that people and drivers use; unknown names are refused, never guessed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launch scripts with names that are programs: bash reads them as names, and nothing but the agent is run."""
+"""Launch scripts with names that are shell programs: bash treats them as names and runs nothing but the agent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from accel_scale.errors import ConfigError
 LAUNCH = {"distributed_type": "MULTI_GPU", "num_processes": 2, "num_machines": 1, "mixed_precision": "bf16"}
 HOSTILE = "\ntouch pwned #$(touch pwned)`touch pwned`'\"; touch pwned; \\"
 NAMES = st.text(alphabet="ab '\"$`\\\n\r;|&<>()*?!#~{}[]-%=\u2028é", min_size=1, max_size=12)
-# A stand-in for the launcher: writes down its words, one after the other, each ended by a zero.
+# A stand-in for the launcher: writes its arguments one after the other, each terminated by a zero byte.
 ACCELERATE = '#!/bin/bash\nprintf \'%s\\0\' "$@" > "$WORDS"\n'
 STUBS = {
     "accelerate": ACCELERATE,
@@ -33,7 +33,7 @@ STUBS = {
 
 
 def job_in(folder: Path, name: str) -> ClusterJob:
-    """A launch whose file, recipe, words, folder and set-up all carry the name."""
+    """A launch whose file, recipe, words, folder and set-up all contain the name."""
     folder.mkdir(parents=True, exist_ok=True)
     plain = name.replace("/", "_")
     (folder / f"{plain}.yaml").write_text(yaml.safe_dump(LAUNCH))
@@ -50,7 +50,7 @@ def scripts(job: ClusterJob) -> dict[str, str]:
 
 
 def run_script(folder: Path, text: str) -> list[str]:
-    """The words that the launcher got."""
+    """The arguments that the launcher received."""
     stubs = folder / "stubs"
     stubs.mkdir(exist_ok=True)
     for name, body in STUBS.items():
@@ -135,4 +135,4 @@ def test_training_arguments_hold_no_token(tmp_path, monkeypatch):
     torch.save(config, tmp_path / "training_args.bin")
     assert b"abcdefghijkl" not in (tmp_path / "training_args.bin").read_bytes()
     assert "abcdefghijkl" not in repr(config) + str(config.to_dict())
-    assert os.environ["HF_TOKEN"] == "hf_abcdefghijklmnopqrstuvwx"  # where the hub's client looks
+    assert os.environ["HF_TOKEN"] == "hf_abcdefghijklmnopqrstuvwx"  # where the hub's client looks for it

@@ -1,4 +1,4 @@
-"""`accel-scale import`: configurations in the shape of axolotl's, LLaMA-Factory's and TRL's examples."""
+"""`accel-scale import`: configurations modelled on the examples of axolotl, LLaMA-Factory and TRL."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXPECTED = yaml.safe_load((FOLDER / "expected.yaml").read_text(encoding="utf-8")
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with all of the examples."""
+    """A folder with a copy of all the examples."""
     shutil.copytree(FOLDER, tmp_path / "imported")
     monkeypatch.chdir(tmp_path / "imported")
     return tmp_path / "imported"
@@ -46,13 +46,13 @@ def test_an_example_is_mapped_or_refused_by_name(here, name, capsys):
     assert told.splitlines()[0].startswith(f"{expected['project']} → {expected['recipe']}, ")
     assert told.splitlines()[-1] == f"run it: accel-scale {expected['recipe']}{launch} --config_file out.yaml"
     assert expected["launch"] is None or expected["launch"] in launch_names()
-    # Every key of the file has a line of its own, or stands among those that are off there.
+    # Every key of the file has its own line, or is listed among those that are off or empty.
     for key in yaml.safe_load((here / name).read_text(encoding="utf-8")):
         assert (
             any(line.split(":")[0].split()[-1:] == [key] for line in told.splitlines()[1:])
             or f"{key}" in (told.partition("off or empty there: ")[2])
         ), key
-    # The recipe's own strict reader takes the result, and finds these values.
+    # The recipe's own strict reader accepts the result and reads these values.
     recipe = load_recipe(recipe_script(expected["recipe"]))
     written = parse_flags(recipe.classes, ["--config_file", "out.yaml"], program=recipe.program)
     words = [word for flag, value in expected["flags"].items() for word in _words(flag, value)]

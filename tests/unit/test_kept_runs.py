@@ -1,4 +1,4 @@
-"""A trainer's run is kept as a plain loop's is: manifests, settings, signals, full disks, folders of strangers."""
+"""A trainer's run is kept like a plain loop's: manifests, settings, signals, full disks, folders of other programs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from accel_scale.training.checkpoints.signals import STOP_SIGNALS, StopSignals
 
 
 class AtStep(TrainerCallback):
-    """Calls something once, after a step."""
+    """Calls a function once, at the beginning of a step."""
 
     def __init__(self, step, call):
         self.step, self.call = step, call
@@ -42,7 +42,7 @@ class AtStep(TrainerCallback):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Checkpoints 2 and 4 of a run of four steps, and its final weights."""
+    """Checkpoints 2 and 4 of a four-step run, and its final weights."""
     folder = tmp_path_factory.mktemp("kept") / "run"
     trainer = make_trainer(folder)
     trainer.train()
@@ -51,7 +51,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def run(finished, tmp_path):
-    """A copy of that run's folder, to do harm to."""
+    """A copy of that run's folder that a test may damage."""
     shutil.copytree(finished[0], tmp_path / "run")
     return tmp_path / "run"
 
@@ -62,7 +62,7 @@ def assert_ended_as(finished, trainer) -> None:
 
 
 def rehash(folder: Path, manifest: Manifest) -> None:
-    """What somebody does who has changed a checkpoint and wants nobody to see it."""
+    """Rewrites the manifest, as someone would who changed a checkpoint and wants to hide it."""
     names = [str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and p.name != "manifest.json"]
     write_manifest(folder, replace(manifest, files=describe_files(folder, names, manifest.algorithm, sync=False)))
 
@@ -89,7 +89,7 @@ def test_every_file_of_a_trainers_checkpoint_is_in_its_manifest(finished):
     ],
 )
 def test_damage_is_named_and_the_checkpoint_before_is_taken(finished, run, capsys, name, is_flipped):
-    """One flipped bit, or a file that is gone: never weights or a fresh optimizer without a word."""
+    """One flipped bit or a missing file never leads silently to wrong weights or a fresh optimizer."""
     path = run / "checkpoint-4" / name
     if is_flipped:
         content = bytearray(path.read_bytes())
@@ -124,7 +124,7 @@ def test_changed_settings_are_named_one_by_one_and_refused_unless_allowed(run):
         other.train(resume_from_checkpoint="auto")
     with pytest.raises(ConfigError, match="hidden_size 32 → 64"):
         make_trainer(run, model=tiny_llama(hidden_size=64)).train("auto")
-    # Micro-batches, logging and saving are free.
+    # Micro-batches, logging and saving may change.
     make_trainer(run, per_device_train_batch_size=1, gradient_accumulation_steps=2, logging_steps=2).train("auto")
     shutil.rmtree(run / "checkpoint-4")
     allowed = make_trainer(run, learning_rate=5e-3)
@@ -172,7 +172,7 @@ def test_a_second_interrupt_ends_at_once():
 
 
 def test_a_launcher_that_dies_while_the_run_starts_counts_as_a_signal(monkeypatch):
-    parents = iter((4711, 1))  # before the run asks to be told of its death, and after
+    parents = iter((4711, 1))  # before the run asks to be told of its parent's death, and after
     monkeypatch.setattr("accel_scale.training.checkpoints.signals.is_launcher", lambda pid: pid == 4711)
     monkeypatch.setattr(os, "getppid", lambda: next(parents))
     signals = StopSignals()
@@ -182,14 +182,14 @@ def test_a_launcher_that_dies_while_the_run_starts_counts_as_a_signal(monkeypatc
 
 
 def test_a_signal_to_the_whole_group_leaves_the_workers_that_load_data():
-    """Launchers and schedulers send it so; a run whose workers are killed ends before it has saved."""
+    """Launchers and schedulers signal the whole group; a run whose workers are killed ends before it has saved."""
     (ready, say_ready), (sent, say_sent) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
         status = 1
         try:
             os.setsid()
-            end_with_launcher()  # as recipes begin
+            end_with_launcher()  # as recipes do at their start
             signals = StopSignals()
             signals.install()
             batches = iter(DataLoader(range(200), num_workers=2))
@@ -225,7 +225,7 @@ def test_a_save_that_fails_is_one_line_and_the_last_one_is_an_error(tmp_path, mo
 
 
 class _Planted:
-    """What a hostile pickle does when it is read."""
+    """An object whose hostile pickle creates a folder when it is read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -236,7 +236,7 @@ class _Planted:
 
 @pytest.mark.parametrize("is_listed", [True, False])
 def test_a_planted_pickle_is_not_read(run, tmp_path, is_listed):
-    """By somebody who wrote the manifest again, and by somebody who did not."""
+    """Neither if the attacker rewrote the manifest, nor if not."""
     folder, proof = run / "checkpoint-4", tmp_path / "executed"
     manifest = read_manifest(folder)
     torch.save({"state": _Planted(proof)}, folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
@@ -248,7 +248,7 @@ def test_a_planted_pickle_is_not_read(run, tmp_path, is_listed):
     assert not proof.exists()
     with open(folder / "optimizer.pt", "wb") as file:
         pickle.dump(_Planted(proof), file)
-    (folder / "manifest.json").unlink()  # as another program's
+    (folder / "manifest.json").unlink()  # as if another program had saved it
     with pytest.raises(ConfigError, match=r"optimizer.pt"):
         make_trainer(run).train(resume_from_checkpoint=str(folder))
     assert not proof.exists()

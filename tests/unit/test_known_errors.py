@@ -1,4 +1,4 @@
-"""What libraries raise for a bad file, name or setting is one line; a fault of the program keeps its traceback."""
+"""Library errors about a bad file, name or setting become one line; a fault in the program keeps its traceback."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     assert known is not None
     assert known.place == str(weights)
     (tmp_path / "config.json").write_text("{")
-    assert as_setting(raised(lambda: AutoConfig.from_pretrained(tmp_path))) is None  # said by `load_config`
+    assert as_setting(raised(lambda: AutoConfig.from_pretrained(tmp_path))) is None  # `load_config` reports this
     for number in (errno.EACCES, errno.EROFS, errno.ENAMETOOLONG):
         known = as_setting(OSError(number, "no", "/some/file"))
         assert known is not None

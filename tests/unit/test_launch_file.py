@@ -1,4 +1,4 @@
-"""Launch files: read strictly, with lines; every shipped one is accepted here and by Accelerate."""
+"""Launch files: parsed strictly, with line numbers; every shipped one is accepted here and by Accelerate."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ STRATEGIES = {
     "fsdp2_multinode": ("fsdp2", "FSDP2", "bf16", 16),
     "zero3_multinode": ("zero3", "ZeRO-3", "bf16", 16),
 }
-# For recipes that share a model between ranks; the first flags come with the file.
+# For recipes that share a model between ranks. Value: the --pp_size that goes with the file.
 SHARING = {"tp": 1, "fsdp2_tp": 1, "fsdp2_sp": 1, "3d": 2}
 FULL_MACHINE = LocalMachine(
     packages=dict.fromkeys(PACKAGES, "1"), has_compiler=True, has_ninja=True, has_libaio=True, num_cores=2
@@ -120,10 +120,10 @@ def test_keys_are_those_of_the_installed_accelerate():
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.launch import launch_command_parser
 
-    # `fp16` and `dynamo_backend` are older names that `BaseConfig.process_config` still turns into new ones.
+    # `fp16` and `dynamo_backend` are older names that `BaseConfig.process_config` still translates.
     assert {f.name for f in dataclasses.fields(ClusterConfig)} | {"fp16", "dynamo_backend"} == TOP_KEYS
     flags = {action.dest for action in launch_command_parser()._actions}
-    # Read by `prepare_multi_gpu_env` with getattr, and so from the file only.
+    # Read by `prepare_multi_gpu_env` with getattr, so it can only come from the file.
     assert SECTION_KEYS["fsdp_config"] - flags == {"fsdp_ignored_modules"}
     assert {flag for flag in flags if flag.startswith("fsdp_")} <= SECTION_KEYS["fsdp_config"]
     assert SECTION_KEYS["deepspeed_config"] <= flags
@@ -280,7 +280,7 @@ def test_deepspeed_defaults_are_those_of_accelerates_plugin(tmp_path, monkeypatc
 
 
 def test_fsdp_without_version_is_version_1(tmp_path):
-    """As Accelerate's plugin has it, so that the doctor can say so."""
+    """The default of Accelerate's plugin, so that the doctor can point it out."""
     from accelerate.commands.launch import launch_command_parser
 
     assert read_launch_file(write(tmp_path, "distributed_type: FSDP\nnum_processes: 2\n")).strategy == "fsdp1"
@@ -305,7 +305,7 @@ def test_other_strategies(tmp_path, text, strategy):
 @pytest.mark.parametrize(
     ("text", "precision"),
     [
-        ("fp16: true", "fp16"),  # as Accelerate wrote it before there was mixed_precision
+        ("fp16: true", "fp16"),  # as Accelerate wrote it before mixed_precision existed
         ("fp16: false", None),
         ("fp16: true\nmixed_precision: bf16", "bf16"),
         ("mixed_precision: 'no'", "no"),
@@ -350,7 +350,7 @@ def test_a_deepspeed_file_is_found_from_any_folder(tmp_path, monkeypatch):
     found = read_launch_file(shipped / "zero_infinity.yaml").deepspeed_file
     assert found.path == shipped / "deepspeed" / "zero_infinity.json"
     assert found.values == expected
-    # A file of that name below the folder of the command comes first.
+    # A file of that name under the command's folder takes precedence.
     own = tmp_path / "accelerate_configs" / "deepspeed" / "zero_infinity.json"
     own.parent.mkdir(parents=True)
     own.write_text('{"zero_optimization": {"stage": 3}}')

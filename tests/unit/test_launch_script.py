@@ -1,4 +1,4 @@
-"""What `accel-scale launch-script` writes: scripts that bash reads, a TrainJob that YAML reads, one-line refusals."""
+"""Output of `accel-scale launch-script`: scripts that bash parses, a TrainJob that YAML parses, one-line refusals."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written(tmp_path: Path, kind: str, *words: str, recipe: list[str] = RECIPE) -> str:
-    """The file that the command writes."""
+    """The content of the file that the command writes."""
     path = tmp_path / "script"
     assert main(["launch-script", kind, *words, "--output", str(path), *recipe]) == 0
     return path.read_text()
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line with which the command refuses."""
+    """The one line with which the command refuses its arguments."""
     with pytest.raises(SystemExit) as leaving:
         main(["launch-script", *words])
     assert leaving.value.code == 2
@@ -54,7 +54,7 @@ def check_bash(text: str, tmp_path: Path) -> None:
 
 
 def agent_words(script: str) -> list[str]:
-    """The words of the agent's command as bash splits them, with the variables' values in."""
+    """Words of the agent's command as bash splits them, with variables expanded."""
     variables = "SLURM_NODEID=1 NODE_RANK=1 HEAD_NODE=node7 HEAD_PORT=23456"
     line = next(line for line in script.splitlines() if line.startswith("AGENT="))
     program = (
@@ -79,13 +79,13 @@ def test_slurm_script_asks_for_the_launch_files_nodes_and_saves_before_the_limit
                          "--num_processes", "16"]  # fmt: skip
     address = "--main_process_ip node7 --main_process_port 23456"
     assert " ".join(words[7:19]) == f"--machine_rank 1 {address} {ELASTIC.format(0)}"
-    assert words[19:] == RECIPE  # quotes and globs arrive as they were typed
+    assert words[19:] == RECIPE  # quotes and globs arrive as typed
     assert "export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=210" in text
     assert text.index(f"cd {REPOSITORY}") < text.index("source .venv/bin/activate") < text.index("AGENT=")
 
 
 def run_slurm(tmp_path: Path, text: str, *, srun: str, sends_signal: bool = False) -> tuple[int, list[str]]:
-    """The batch script under stand-ins for Slurm's commands: its status, and what they were called with."""
+    """Run the batch script with stand-ins for Slurm's commands; returns its status and the recorded calls."""
     bin_folder, calls = tmp_path / "bin", tmp_path / "calls"
     bin_folder.mkdir()
     (bin_folder / "srun").write_text(f"#!/bin/bash\necho srun >>{calls}\n{srun}\n")
@@ -109,7 +109,7 @@ SLURM = ["--config_file", "accelerate_configs/ddp_multinode.yaml"]
 
 def test_a_signal_before_the_time_limit_sends_the_job_back_into_the_queue(tmp_path: Path) -> None:
     text = written(tmp_path, "slurm", *SLURM)
-    # An agent whose workers saved and left: status 1, whatever theirs was.
+    # An agent whose workers saved and left exits with 1, whatever their status was.
     srun = "trap 'kill $!; exit 1' USR1\nsleep 20 &\nwait"
     status, calls = run_slurm(tmp_path, text, srun=srun, sends_signal=True)
     assert (status, calls) == (0, ["srun", "scontrol requeue 4321"])
@@ -169,7 +169,7 @@ def test_one_node_needs_no_rendezvous(tmp_path: Path) -> None:
     words = " ".join(agent_words(text))
     assert "--num_machines 1 --num_processes 2 --main_process_port 0 --max_restarts 3" in words
     assert "c10d" not in words
-    assert "export PET_STANDALONE=1" in text.splitlines()  # without it torch 2.13 finds dead workers' addresses
+    assert "export PET_STANDALONE=1" in text.splitlines()  # without this, torch 2.13 finds addresses of dead workers
 
 
 @pytest.mark.parametrize(

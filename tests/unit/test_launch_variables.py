@@ -1,4 +1,4 @@
-"""Variables that only launchers set are refused where none has; credentials leave no message."""
+"""Variables that only launchers set are refused if no launcher set them; credentials never appear in messages."""
 
 from __future__ import annotations
 

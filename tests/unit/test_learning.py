@@ -1,4 +1,4 @@
-"""What counts as having learnt nothing: labels, steps and weights, each by itself and in a trainer's loop."""
+"""What counts as having learnt nothing: labels, steps and weights, each alone and in a trainer's loop."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def dataset(*labels: list[int], lengths: list[list[int]] | None = None) -> Datas
         (dataset([-100, -100, 7]), True),
         (dataset([-100, -100], [-100, 3]), True),
         (dataset([-100, -100], [-100]), False),
-        (dataset([7, -100]), False),  # the first token of a row has no predictor
+        (dataset([7, -100]), False),  # the first token of a row is not predicted
         (dataset([7], [8]), False),
-        (dataset([-100, -100, 7, -100], lengths=[[2, 2]]), False),  # nor has that of a packed document
+        (dataset([-100, -100, 7, -100], lengths=[[2, 2]]), False),  # nor is the first token of a packed document
         (dataset([-100, -100, 7, 8], lengths=[[2, 2]]), True),
         (dataset([-100, 5, 7, -100], [-100, -100], lengths=[[1, 1, 2], [2]]), False),
-        (Dataset.from_dict({"labels": [0, 1]}), True),  # a classifier's
+        (Dataset.from_dict({"labels": [0, 1]}), True),  # labels of a classifier
         (Dataset.from_dict({"prompt": ["a"]}), True),
         (Dataset.from_dict({"prompt": []}), False),
     ],
@@ -76,7 +76,7 @@ def words(text: str) -> dict[str, list[int]]:
     ("prompts", "settings", "refused"),
     [
         (["a bb ccc", "a bb ccc dd"], {"max_length": 3}, True),
-        (["a bb ccc", "a bb"], {"max_length": 3}, False),  # one row is enough
+        (["a bb ccc", "a bb"], {"max_length": 3}, False),  # one row with room is enough
         (["a bb ccc"], {"max_length": 4}, False),
         (["a bb ccc"], {}, False),
         (["a bb ccc"], {"max_length": None}, False),
@@ -84,7 +84,7 @@ def words(text: str) -> dict[str, list[int]]:
         (["a bb ccc"], {"max_length": 3, "packing_strategy": "wrapped"}, False),
         (["a bb ccc"], {"max_length": 3, "truncation_mode": "keep_end"}, False),
         (["a bb ccc"], {"max_length": 3, "completion_only_loss": False}, False),
-        ([[{"role": "user", "content": "a"}]], {"max_length": 2}, False),  # of turns the trainer tells
+        ([[{"role": "user", "content": "a"}]], {"max_length": 2}, False),  # the trainer reports these turns
     ],
 )
 def test_prompts_that_leave_no_room_are_refused_before_a_model_is_loaded(
@@ -106,7 +106,7 @@ def test_the_end_of_a_run_is_refused_for_each_way_of_learning_nothing() -> None:
     with pytest.raises(NothingLearnt, match="no weight has changed in 3 steps"):
         refuse_unlearnt(model, before=before, num_steps=3)
     refuse_unlearnt(model, before=before, num_steps=3, must_change=False)
-    model[0].bias.data += 1  # frozen
+    model[0].bias.data += 1  # this layer is frozen
     with pytest.raises(NothingLearnt, match="no weight has changed"):
         refuse_unlearnt(model, before=before, num_steps=3)
     model[1].bias.data += 1
@@ -125,7 +125,7 @@ def test_the_end_of_a_run_is_refused_for_each_way_of_learning_nothing() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_weights_that_training_broke_are_named_and_those_that_came_so_are_not(value: float) -> None:
     model = layers()
-    model[1].weight.data[0] = value  # as it was loaded
+    model[1].weight.data[0] = value  # loaded like this
     before = WeightsBefore.of(model)
     assert count_not_finite(model) == {"1.weight": 64}
     model[0].weight.data += 1
@@ -137,7 +137,7 @@ def test_weights_that_training_broke_are_named_and_those_that_came_so_are_not(va
 
 def test_large_weights_are_not_taken_for_infinite_ones() -> None:
     model = layers()
-    model[0].weight.data.fill_(3e38)  # their sum is
+    model[0].weight.data.fill_(3e38)  # only their sum is infinite
     assert count_not_finite(model) == {}
 
 
@@ -145,7 +145,7 @@ def test_large_weights_are_not_taken_for_infinite_ones() -> None:
 
 
 class Steps:
-    """What a trainer does: it begins, fetches batches, and counts steps."""
+    """The parts of a trainer's run: it begins, fetches batches, and counts steps."""
 
     def __init__(self, batches: list, num_items: list, *, losses: tuple[float, ...] = (), moves: bool = True) -> None:
         self.model, self.moves, self.callbacks = layers(), moves, []
@@ -181,7 +181,7 @@ class Steps:
 
 
 class Learner(LearningMixin, Steps):
-    """A trainer that refuses to end well where nothing was learnt."""
+    """A trainer that refuses to end successfully if nothing was learnt."""
 
 
 LABELLED = [{"labels": 1}]
@@ -191,7 +191,7 @@ def test_a_trainer_that_learnt_ends_well_and_keeps_no_callback() -> None:
     trainer = Learner([LABELLED] * 3, [torch.tensor(0), torch.tensor(2), None], losses=(0.5, 0.25))
     assert trainer.train() == "done"
     assert trainer.callbacks == []
-    # A finished run, asked again, and one that was stopped before its first step.
+    # A finished run that is started again, and a run that was stopped before its first step.
     assert Learner([], []).train(first_step=4) == "done"
 
 
@@ -251,7 +251,7 @@ def test_rows_that_were_looked_through_may_have_their_first_label_late() -> None
 
 
 def test_evaluation_on_a_stream_without_labels_is_no_loss_of_zero() -> None:
-    trainer, masked = Learner([], []), {"labels": torch.tensor([[7, -100, -100]])}  # the first one has no predictor
+    trainer, masked = Learner([], []), {"labels": torch.tensor([[7, -100, -100]])}  # the first label has no predictor
     with pytest.raises(NothingLearnt, match="no evaluation row, cut to 16 tokens"):
         trainer.evaluation_loop([masked, masked])
     assert trainer.evaluation_loop([masked, {"labels": torch.tensor([[7, -100, 7]])}]) == ["predicted"] * 2
@@ -260,7 +260,7 @@ def test_evaluation_on_a_stream_without_labels_is_no_loss_of_zero() -> None:
 
 
 class Losses(Steps):
-    """As a trainer's loop: the mean over batches, of losses that are 0 where nothing is labelled."""
+    """A trainer's evaluation loop: the mean over batches of losses that are 0 where nothing is labelled."""
 
     def prediction_step(self, model, inputs) -> tuple[torch.Tensor, None, None]:
         return (inputs["labels"] > 0).sum().float(), None, None
@@ -292,7 +292,7 @@ class Loader(list):
 def test_a_guard_says_how_many_steps_it_did_not_take() -> None:
     for num_skipped, at_end, problem in ((3, 0, "3 of the 4"), (3, 3, "nor any of the last 3"), (1, 2, None)):
         trainer = Learner([LABELLED] * 4, [1] * 4, losses=(math.nan,))
-        trainer.guard = object()  # its own log has the losses of steps that were not taken
+        trainer.guard = object()  # the guard's own log has the losses of steps that were not taken
         trainer.skipped = {"num_skipped": num_skipped, "skipped_at_end": at_end, "why_skipped": "loss is nan"}
         if problem is None:
             assert trainer.train() == "done"
@@ -307,7 +307,7 @@ def test_a_few_values_of_a_large_tensor_are_remembered_and_any_of_them_tells() -
     assert before.sample["weight"].numel() == 256
     assert not before.have_changed(model)
     flat = model.weight.data.view(-1)
-    flat[1] += 1  # between two of them: every 117th is one
+    flat[1] += 1  # between two sampled values: every 117th is sampled
     assert not before.have_changed(model)
     flat[117 * 255] += 1
     assert before.have_changed(model)

@@ -1,4 +1,4 @@
-"""Mistakes in flags are said before the libraries are imported, and in the words that their own classes lead to."""
+"""Mistakes in flags are reported before the libraries are imported, in the same words as with their real classes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def answer(argv: list[str], classes: tuple) -> str | dict:
 
 
 def as_told(parser: argparse.ArgumentParser) -> dict[str, tuple]:
-    """Flag → all that argparse goes by."""
+    """Maps each flag to everything that argparse uses."""
     return {
         " ".join(action.option_strings): (
             action.dest,
@@ -118,7 +118,7 @@ def test_help_says_what_every_flag_is_for_without_importing_a_library(recipe: st
         ["--yaml", "distributed_type: FSDP"],
         ["--yaml", "debug: everything"],
         ["--yaml", "max_grad_norm: .nan"],
-        # and what is right
+        # valid ones
         ["--yaml", "max_length: null\nbf16: yes\nmodel_init_kwargs: {a: 1}\nreport_to: [a, b]"],
         ["--no_packing", "--bf16", "--eval_strategy", "no", "--learning_rate", "-0.0001e0"],
         ["--gradient_checkpointing", "--optim", "adamw_8bit", "--lora_target_modules", "a", "b"],
@@ -146,14 +146,14 @@ def test_under_other_versions_the_classes_are_asked_once_and_then_a_table_in_the
     assert library_flags.known_table() is None
     first = answer(mistake, FLAGS)
     assert library_flags.known_table(FLAGS) is not None
-    assert library_flags.known_table(DPO_FLAGS) is None  # another recipe's classes are added when it asks
+    assert library_flags.known_table(DPO_FLAGS) is None  # another recipe's classes are added once it asks
     answer(mistake, DPO_FLAGS)
     kept = library_flags.known_table(FLAGS)
     assert kept is not None
     shipped = json.loads(SHIPPED.read_text(encoding="utf-8"))["classes"]
     others = {f"trl:{name}Config" for name in ("KTO", "GRPO", "RLOO", "Reward")}
     assert kept["classes"] == {name: flags for name, flags in shipped.items() if name not in others}
-    monkeypatch.setattr(flags, "load_classes", None)  # not asked again
+    monkeypatch.setattr(flags, "load_classes", None)  # not loaded again
     assert answer(mistake, FLAGS) == first
 
 
@@ -221,7 +221,7 @@ def test_commands_say_so_before_a_library_is_imported(repository: Path, tmp_path
     ],
 )
 def test_values_are_read_before_the_libraries(flags: str, says: str) -> None:
-    """As a recipe begins; what it says later is in the table of bad inputs."""
+    """At a recipe's start; mistakes that it reports later are in the table of bad inputs."""
     with pytest.raises(ConfigError) as refused:
         check_command_line("sft.py", __file__, flags.split(), SFT_FLAGS, refuse_contradictions)
     assert says in refused.value.one_line()

@@ -1,4 +1,4 @@
-"""A checkpoint that is not the model's is refused, in one line that names what does not fit."""
+"""A checkpoint that does not match the model is refused, in one line that names the mismatch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def base(tmp_path_factory):
 
 
 def changed(base: Path, folder: Path, *, config=None, weights=None) -> Path:
-    """A copy of `base` with other values in config.json, and its weights as `weights` makes them."""
+    """A copy of `base` with `config` merged into config.json and its weights passed through `weights`."""
     folder.mkdir()
     values = json.loads((base / "config.json").read_text()) | (config or {})
     (folder / "config.json").write_text(json.dumps(values))
@@ -71,7 +71,7 @@ def test_one_lost_weight(base, tmp_path):
 
 
 def test_what_is_in_order_loads(base, tmp_path):
-    """A tied head that is not stored, an old buffer that the class knows, and 4-bit loading and saving."""
+    """A tied head that is not stored, an old buffer that the class knows, and 4-bit loading and saving all load."""
     assert load_model(str(base), dtype=torch.float32)
     tied = tmp_path / "tied"
     LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).save_pretrained(tied)
@@ -88,7 +88,7 @@ def test_what_is_in_order_loads(base, tmp_path):
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_names_alone_tell_the_same(tmp_path, kind):
-    """Where transformers does not look, under ZeRO-3, and before a merge."""
+    """Used where transformers does not check: under ZeRO-3 and before a merge."""
     config = LlamaConfig(**SIZES) if kind == "llama" else MixtralConfig(**SIZES, num_local_experts=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     names = list(load_file(tmp_path / "model.safetensors"))
@@ -100,7 +100,7 @@ def test_names_alone_tell_the_same(tmp_path, kind):
 
 
 def test_layers_that_zero3_leaves_out_in_silence_are_found_in_the_files(base):
-    """There transformers reports nothing that the model lacks."""
+    """Under ZeRO-3 transformers does not report weights that the model lacks."""
     model = LlamaForCausalLM(LlamaConfig(**SIZES | {"num_hidden_layers": 1}))
     said_by_transformers = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set()}
     zero3 = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})

@@ -1,4 +1,4 @@
-"""`--long_rows` from flag to plan: what it sets, what it refuses, and how long rows it promises a card."""
+"""`--long_rows` from flag to plan: what it sets, what it refuses, and the row lengths it promises on a card."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_host_memory_of_layer_inputs_is_counted() -> None:
     tokens = 60_000
     estimate = predict_memory(LLAMA, replace(QLORA, sequence_length=tokens))
     one_input = tokens * 4096 * 2
-    assert 32 * one_input <= estimate.host_bytes <= 32 * 2 * one_input  # pinned blocks are powers of two
+    assert 32 * one_input <= estimate.host_bytes <= 32 * 2 * one_input  # pinned blocks are rounded up to powers of two
     kept = predict_memory(LLAMA, replace(QLORA, sequence_length=tokens, checkpointing="full"))
     assert kept.peak_bytes - estimate.peak_bytes > 28 * one_input
 

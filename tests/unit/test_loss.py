@@ -129,7 +129,7 @@ def test_peak_memory_is_that_of_a_chunk():
 
     gradients_bytes = 4 * (hidden.numel() + weight.numel())
     assert peak_tensor_bytes(full) > 1.9 * logits_bytes
-    # A chunk's logits, their log-softmax, its gradient and one temporary; the gradients, and a chunk's share of them.
+    # A chunk's logits, log-softmax, gradient and one temporary; then the gradients and a chunk's share of them.
     assert peak_tensor_bytes(chunked) < 4 * logits_bytes / 16 + 3 * gradients_bytes
     assert peak_tensor_bytes(chunked) < 0.25 * peak_tensor_bytes(full)
 
@@ -160,7 +160,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def rows(num_rows: int = 8) -> Dataset:
-    """Rows of very different lengths, some of whose tokens carry no label."""
+    """Rows of very different lengths; some of their tokens have no label."""
     generator = torch.Generator().manual_seed(5)
     lengths = [3, 60, 5, 9, 40, 4, 7, 30][:num_rows]
     ids = [torch.randint(0, VOCAB - 2, (n,), generator=generator).tolist() for n in lengths]
@@ -229,7 +229,7 @@ def test_unequal_micro_batches_weigh_as_one_batch(trainer_class, micro_batch, tm
     )
     assert logged(many, "loss")[0] == pytest.approx(logged(one, "loss")[0], rel=1e-6)
     assert torch.allclose(weights(many), weights(one), rtol=0, atol=1e-7)
-    # The sum of unweighted micro-batch means would have moved the weights elsewhere: the rows differ 20-fold.
+    # The sum of unweighted micro-batch means would have moved the weights elsewhere: row lengths differ 20-fold.
     assert (weights(one) - weights(train(trainer_class, tmp_path, learning_rate=0.0))).abs().max() > 1e-4
 
 

@@ -1,4 +1,4 @@
-"""Losses whatever the chunks, the ignored labels and the halves of a micro-batch: same value, same gradients."""
+"""Losses for any chunk size, ignored labels and halves of a micro-batch: same value, same gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IGNORED = -100
 
 
 def inputs(num_rows: int, length: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-    """Hidden states, the head's weight and labels, half of which are ignored."""
+    """Hidden states, the head's weight, and labels, half of which are ignored."""
     draw = torch.Generator().manual_seed(seed)
     hidden = torch.randn(num_rows, length, HIDDEN, generator=draw).to(dtype).requires_grad_()
     weight = torch.randn(VOCAB, HIDDEN, generator=draw).to(dtype).requires_grad_()
@@ -33,9 +33,9 @@ def full_sum(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 12), st.integers(1, 40), st.sampled_from([1.0, 7.0, 3.5]), st.integers(0, 99))
-@example(1, 1, 1, 1.0, 0)  # one token: nothing is predicted
-@example(2, 12, 22, 1.0, 1)  # a chunk more or less than the labels
-@example(3, 12, 1, 7.0, 2)  # a token a chunk
+@example(1, 1, 1, 1.0, 0)  # a single token: nothing is predicted
+@example(2, 12, 22, 1.0, 1)  # about as many tokens in a chunk as labels
+@example(3, 12, 1, 7.0, 2)  # one token per chunk
 def test_any_chunk_size_gives_the_same_value_and_gradients(num_rows, length, chunk_size, num_items, seed) -> None:
     hidden, weight, labels = inputs(num_rows, length, seed)
     expected = full_sum(hidden, weight, labels) / num_items
@@ -49,7 +49,7 @@ def test_any_chunk_size_gives_the_same_value_and_gradients(num_rows, length, chu
 
 @pytest.mark.parametrize("head_grad_bytes", [0, 2**30], ids=["head_grad_later", "head_grad_in_forward"])
 def test_many_chunks_in_bf16_sum_the_heads_gradient_in_fp32(head_grad_bytes, monkeypatch) -> None:
-    """A bf16 sum stands still once a chunk's share falls below 1/256 of it: rows of 2,000 tokens lost a third."""
+    """A bf16 sum stalls once a chunk's share falls below 1/256 of it: rows of 2,000 tokens lost a third."""
     monkeypatch.setattr(loss_module, "HEAD_GRAD_IN_FORWARD_BYTES", head_grad_bytes)
     tokens = 2048
     hidden = (torch.ones(1, tokens, HIDDEN) + 0.01 * torch.randn(1, tokens, HIDDEN)).requires_grad_()
@@ -68,7 +68,7 @@ def test_many_chunks_in_bf16_sum_the_heads_gradient_in_fp32(head_grad_bytes, mon
 def test_a_large_heads_logits_are_computed_twice_and_a_small_ones_once(
     spare_bytes, num_products, is_frozen, monkeypatch
 ) -> None:
-    """Its gradient waits for the backward pass where it is larger, counted in fp32; a frozen head has none."""
+    """A head's gradient above the limit, counted in fp32, waits for the backward pass; a frozen head has none."""
     monkeypatch.setattr(loss_module, "HEAD_GRAD_IN_FORWARD_BYTES", 4 * VOCAB * HIDDEN + spare_bytes)
     calls, logits = [], loss_module._Head.logits
     monkeypatch.setattr(loss_module._Head, "logits", lambda *given: calls.append(1) or logits(*given))
@@ -99,7 +99,7 @@ def test_nothing_is_kept_without_gradients_and_an_unused_loss_has_none() -> None
     assert not num_correct.requires_grad
     assert loss.requires_grad
     cpu, mps = torch.device("cpu"), torch.device("mps")
-    assert default_chunk_size(2**22, cpu, is_trained=True) == 64  # a chunk is never smaller
+    assert default_chunk_size(2**22, cpu, is_trained=True) == 64  # the smallest chunk
     assert default_chunk_size(1024, cpu, is_trained=True) == 4096
     assert default_chunk_size(1024, mps, is_trained=True) == 2**18
 
@@ -114,7 +114,7 @@ def batch(labels: list[list[int]], positions: list[list[int]] | None = None) -> 
 
 
 def test_the_first_label_predicts_nothing_and_weighs_nothing() -> None:
-    """Row 0 has a label in its first column, which no token precedes: both rows weigh 3."""
+    """Row 0 has a label in its first column, which no token precedes, so both rows weigh 3."""
     parts = split(batch([[5, 1, 2, 3], [IGNORED, 1, 2, 3]]), 1, loss_kind="token_mean")
     assert [part.factor for part in parts] == [0.5, 0.5]
     uneven = split(batch([[5, 1, 2, 3], [5, IGNORED, IGNORED, 3]]), 1, loss_kind="token_mean")
@@ -124,7 +124,7 @@ def test_the_first_label_predicts_nothing_and_weighs_nothing() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 5), st.integers(2, 9), st.integers(0, 3), st.integers(0, 99))
-@example(1, 2, 3, 0)  # nothing to halve: repetitions of factor 0
+@example(1, 2, 3, 0)  # nothing to halve: repetitions with factor 0
 @example(3, 5, 2, 1)  # an odd number of rows
 def test_parts_add_up_to_the_whole(num_rows, length, level, seed) -> None:
     hidden, weight, labels = inputs(num_rows, length, seed)
@@ -149,7 +149,7 @@ def test_a_packed_row_is_cut_between_documents_nearest_to_its_middle() -> None:
     first, second = split(batch(labels, positions), 1)
     assert first.inputs["input_ids"].tolist() == [[0, 1, 2, 3, 4]]
     assert second.inputs["input_ids"].tolist() == [[5, 6, 7]]
-    labels[0][5] = 5  # predicted from the document before: a cut there would lose it
+    labels[0][5] = 5  # predicted from the previous document: a cut there would lose it
     first, second = split(batch(labels, positions), 1)
     assert first.inputs["input_ids"].tolist() == [[0, 1]]
     bounds = {"cu_seq_lens_q": torch.tensor([0, 2, 5, 8], dtype=torch.int32), "max_length_q": 3}

@@ -1,4 +1,4 @@
-"""Measured steps beside the planner's predictions for them."""
+"""Measured steps compared with the planner's predictions for them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from accel_scale.verifying.verify_plan import TRACED_LAYERS, pass_bytes, verify_
 def test_tracker_counts_what_lives() -> None:
     kept = torch.zeros(1000)
     tracker = StorageTracker()
-    assert tracker.adopt([kept, kept[10:]]) == 4000  # one storage
+    assert tracker.adopt([kept, kept[10:]]) == 4000  # both share one storage
     with tracker:
         for _ in range(3):
             made = kept + 1
             assert tracker.live_bytes == 8000
             del made
-        view = kept[:10].add_(1)  # in place, in memory that is counted already
+        view = kept[:10].add_(1)  # in place, in memory that is already counted
     assert (tracker.live_bytes, tracker.peak_bytes) == (4000, 8000)
     del view
 
@@ -78,7 +78,7 @@ def test_a_step_without_values_measures_the_same(method: str) -> None:
     real, fake = measured(setup, is_fake=False), measured(setup, is_fake=True)
     assert fake.peak_bytes == pytest.approx(real.peak_bytes, rel=1e-3)
     assert fake.pass_bytes == pytest.approx(real.pass_bytes, rel=1e-3)
-    # bitsandbytes repeats one table of 16 values; everything else is the same to the byte.
+    # bitsandbytes repeats a table of 16 values; everything else is the same to the byte.
     assert fake.weight_bytes == pytest.approx(real.weight_bytes, rel=1e-3)
     assert (fake.gradient_bytes, fake.optimizer_bytes) == (real.gradient_bytes, real.optimizer_bytes)
 
@@ -98,7 +98,7 @@ def test_a_plan_of_a_large_model_is_verified_without_a_gpu() -> None:
 
 @pytest.mark.parametrize("kind", ["bert", "mixtral"])
 def test_a_trial_step_computes_the_models_own_loss(kind: str) -> None:
-    """A head of several layers, and a router's auxiliary loss: as in training, neither is left out."""
+    """A head of several layers and a router's auxiliary loss are included, as in training."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
     own = {
         "bert": {"is_decoder": True},

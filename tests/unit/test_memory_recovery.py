@@ -1,4 +1,4 @@
-"""A step that runs out of memory is taken again in halves: the same gradients, samples, order and loss."""
+"""A step that runs out of memory is repeated in halves: the same gradients, samples, order and loss."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tiny_model() -> LlamaForCausalLM:
 
 
 def padded(rows: int, seed: int, length: int = 12) -> dict[str, torch.Tensor]:
-    """Rows of different lengths, padded on the right, whose labels begin at different places."""
+    """Rows of different lengths, padded on the right, whose labels begin at different positions."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCAB, (rows, length), generator=generator)
     mask, labels = torch.ones_like(ids), ids.clone()
@@ -54,7 +54,7 @@ def padded(rows: int, seed: int, length: int = 12) -> dict[str, torch.Tensor]:
 
 
 def packed(lengths: list[int], seed: int = 0) -> dict:
-    """One row of documents as TRL's padding-free collator makes it."""
+    """One row of documents in the form of TRL's padding-free collator."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCAB, (1, sum(lengths)), generator=generator)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -73,7 +73,7 @@ def packed(lengths: list[int], seed: int = 0) -> dict:
 
 
 class Card:
-    """Memory for so many rows or tokens per pass; notes the samples of the passes that went through."""
+    """Has memory for `limit` rows or tokens per pass; records the samples of the passes that succeed."""
 
     def __init__(self, model: LlamaForCausalLM, num_items: int, *, limit: int, dimension: int = 0) -> None:
         self.model, self.num_items, self.limit, self.dimension = model, num_items, limit, dimension
@@ -88,7 +88,7 @@ class Card:
         if not fits:
             fail_in_backward(
                 self.model.model.layers[0].mlp.up_proj.weight
-            )  # later layers' gradients are there by then
+            )  # by then later layers have their gradients
         self.seen.append(part["input_ids"])
         return loss
 
@@ -106,7 +106,7 @@ def gradients(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
 
 
 def take_step(batches: list[dict], *, limit: int, dimension: int = 0, in_backward: bool = False):
-    """Gradients, loss, samples in order and lines of one step on a card of `limit`."""
+    """Gradients, loss, samples in order, and output lines of one step on a card of `limit`."""
     model = tiny_model()
     num_items = sum(int(batch["labels"][:, 1:].ne(-100).sum()) for batch in batches)
     card = Card(model, num_items, limit=limit, dimension=dimension)
@@ -126,7 +126,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 class CardForFullCheckpointing(Card):
-    """Memory for a whole pass only where every layer is recomputed."""
+    """Has memory for a whole pass only if every layer is recomputed."""
 
     def loss(self, part: dict) -> torch.Tensor:
         self.limit = 4 if self.model.is_gradient_checkpointing else 0
@@ -150,7 +150,7 @@ def test_layers_are_recomputed_before_passes_are_halved() -> None:
         "warning: memory ran out in step 1 on rank 0; the step is taken again, from here on with "
         "--checkpointing_policy full."
     ]
-    assert record == {"checkpointing_policy": "full"}  # for the run that goes on from here
+    assert record == {"checkpointing_policy": "full"}  # for the run that is resumed from here
     settings.set_checkpointing.assert_called_once_with("full", "memory ran out with none")
     assert full_checkpointing(model, SimpleNamespace(next_policies=()), {}, use_reentrant=False) is None
 
@@ -177,9 +177,9 @@ def test_rows_give_the_undisturbed_step(limit: int, passes: int, in_backward: bo
     assert recovery.recovered_steps == [1]
     assert 2**recovery.level == passes
     assert quiet == []
-    assert len(lines) == recovery.level  # one line each time the passes become smaller
+    assert len(lines) == recovery.level  # one line each time the passes get smaller
     assert lines[0].startswith("warning: memory ran out in step 1 on rank 0; the step is taken again")
-    # Repetitions with a loss of zero come right after the row that they repeat.
+    # Repetitions with a loss of zero come right after the row they repeat.
     rows = [row for part in seen for row in part]
     distinct = [row for i, row in enumerate(rows) if i == 0 or not torch.equal(row, rows[i - 1])]
     assert torch.equal(torch.stack(distinct), torch.cat(samples))
@@ -237,7 +237,7 @@ def test_what_cannot_be_cut_exactly_is_not_cut() -> None:
     assert halve(packed([30])) is None
     assert halve(padded(1, 0)) is None
     labelled_start = packed([7, 9])
-    labelled_start["labels"] = labelled_start["input_ids"]  # the second document's first token is predicted, too
+    labelled_start["labels"] = labelled_start["input_ids"]  # the second document's first token is predicted as well
     assert halve(labelled_start) is None
     assert halve({**padded(2, 0), "pixel_values": torch.zeros(7, 3)}) is None
 
@@ -255,7 +255,7 @@ def test_one_row_that_does_not_fit_stops_with_remedies(capsys: pytest.CaptureFix
     assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 8" in line
     assert "--checkpointing_policy full" in smaller_batch_advice(1, 4)
     assert "--per_device_train_batch_size 3 --gradient_accumulation_steps 6" in smaller_batch_advice(9, 2)
-    # pretrain.py has no flag for the accumulation.
+    # pretrain.py has no accumulation flag.
     assert smaller_batch_advice(9, None) == "run again with --per_device_train_batch_size 3 (the same global batch)"
 
 
@@ -313,7 +313,7 @@ def test_errors_that_only_sound_like_it_are_not(text: str) -> None:
 
 
 def test_a_collective_that_runs_out_of_memory_ends_the_run_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its group is lost, so nothing is tried again."""
+    """Its process group is lost, so nothing is retried."""
 
     def lost(part: dict) -> torch.Tensor:
         raise torch.distributed.DistBackendError(NCCL)
@@ -327,7 +327,7 @@ def test_a_collective_that_runs_out_of_memory_ends_the_run_at_once(capsys: pytes
 
 
 class FullAtItsFirstStep(torch.optim.SGD):
-    """Has no memory for its states."""
+    """An optimizer without memory for its states."""
 
     def step(self, closure=None):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -366,7 +366,7 @@ def test_a_recipe_without_recovery_says_it_in_one_line_too(capsys: pytest.Captur
 
 
 def test_what_has_no_rows_to_cut_is_handed_on_as_it_is():
-    """GRPO's training step takes a list of rows; so may anybody's."""
+    """GRPO's training step takes a list of rows, and so may other trainers'."""
     rows = [{"prompt": "Once"}, {"prompt": "upon"}]
     assert halve(rows) is None
     assert num_rows(rows) == 0
@@ -410,7 +410,7 @@ def test_steps_that_cannot_be_taken_again_in_parts(other: dict[str, object], say
 
 
 class Never:
-    """A stop that is only written down."""
+    """A stop that only records its lines."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -440,7 +440,7 @@ def test_a_run_that_goes_on_counts_its_steps_and_tells_where_memory_ran_out() ->
     card = Card(model, 10, limit=2)
     for seed in range(3):
         recovery.step([padded(5, seed)], card.loss)
-    # Five rows do not fit, nor do three; two do.
+    # Five rows do not fit, nor do three, but two do.
     assert (recovery.recovered_steps, recovery.level, recovery.step_number) == ([7], 2, 10)
     assert told == [7, 7]
     assert len(discarded) == 2
@@ -454,7 +454,7 @@ def test_a_run_that_goes_on_counts_its_steps_and_tells_where_memory_ran_out() ->
 
 
 def test_a_step_that_is_taken_again_leaves_no_gradient_of_the_first_try() -> None:
-    """Two micro-batches: the second one fails, when the first one's gradients are there."""
+    """Of two micro-batches the second fails, when the first one's gradients already exist."""
     recovery, model = recovering(say=lambda line: None)
     model.lm_head.weight.grad = torch.full_like(model.lm_head.weight, 5.0)
     recovery.step([padded(1, 0), padded(4, 1)], Card(model, 10, limit=2).loss)
@@ -545,7 +545,7 @@ def fail_for_want_of_memory(*_: object) -> None:
 
 
 class Below:
-    """What the mixin asks of a trainer whose steps fit `limit` rows."""
+    """The parts of a trainer that the mixin uses; its steps fit `limit` rows."""
 
     def __init__(self, folder, *, limit: int = 2, **args: object) -> None:
         usual = {
@@ -592,7 +592,7 @@ def trainer_of(folder, **args: object) -> WithRecovery:
 def test_a_trainers_step_in_parts_counts_each_token_once(tmp_path, capsys) -> None:
     made = trainer_of(tmp_path)
     loss = made.training_step(made.model, padded(3, 0), 10)
-    # Three rows fail, then two and one: their losses add up, and what was counted before the failure is forgotten.
+    # Three rows fail, then two and one succeed: their losses add up, and counts from before the failure are dropped.
     assert (float(loss), loss.device.type) == (3.0, "cpu")
     assert made.seen == [(2, 2.0), (1, 1.0)]
     assert made.counted == [36]
@@ -691,7 +691,7 @@ def test_the_advice_is_the_largest_batch_that_fits(has_checkpoint: bool, tmp_pat
     made = trainer_of(tmp_path, limit=0)
     made.in_user_words = lambda advice: f"<{advice}>"
     with pytest.raises(SystemExit):
-        made.training_step(made.model, packed([5, 6]), 10)  # halved once
+        made.training_step(made.model, packed([5, 6]), 10)  # can be halved once
     [line] = [line for line in capsys.readouterr().err.splitlines() if "memory ran out in step 6" in line]
     assert line.startswith(f"{program or 'training'}: ")
     assert "--per_device_train_batch_size 1 --gradient_accumulation_steps 12" in line

@@ -1,4 +1,4 @@
-"""Terms of predicted memory: states per parameter, what strategies add, and what never gets worse."""
+"""Terms of predicted memory: states per parameter, additions of strategies, and what never gets worse."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_full_training_states_per_parameter(precision, optimizer, bytes_per_para
 
 @pytest.mark.parametrize(
     ("strategy", "bytes_per_param"),
-    # Rajbhandari et al. 2020: 2 + 2 + 12/n, 2 + 14/n, 16/n, at n = 8.
+    # Rajbhandari et al. 2020: 2 + 2 + 12/n, 2 + 14/n and 16/n, at n = 8.
     [("zero1", 2 + 2 + 12 / 8), ("zero2", 2 + 14 / 8), ("zero3", 16 / 8), ("fsdp2", 16 / 8), ("ddp", 16)],
 )
 def test_sharded_states_per_parameter(strategy, bytes_per_param):
@@ -59,7 +59,7 @@ def test_qlora_keeps_the_linears_in_four_bits():
     small = states(method="qlora").weight_bytes
     lora = states(method="lora").weight_bytes
     linears = LLAMA.layer_params
-    # 4 bits and 0.127 of constants against 16, on all but embedding and norms.
+    # 4 bits and 0.127 bits of constants instead of 16 bits, in all but embedding and norms.
     assert (lora - small) / linears == pytest.approx(2 - 0.5 - 0.0159, rel=1e-3)
 
 
@@ -68,7 +68,7 @@ def test_accumulation_under_fsdp_keeps_whole_gradients():
     several = replace(one, accumulation=4)
     extra = predict_memory(LLAMA, several).phases[1].total_bytes - predict_memory(LLAMA, one).phases[1].total_bytes
     assert extra == pytest.approx(2 * N, rel=0.01)
-    reduced = replace(several, sync_each_batch=True)  # only a rank's share of them waits, in fp32
+    reduced = replace(several, sync_each_batch=True)  # only a rank's fp32 share of them waits
     extra = predict_memory(LLAMA, reduced).phases[1].total_bytes - predict_memory(LLAMA, one).phases[1].total_bytes
     assert extra == pytest.approx(4 * N / 8, rel=0.01)
 
@@ -100,7 +100,7 @@ def test_more_tokens_never_need_less(method, checkpointing, precision, micro_bat
     )
     estimate = predict_memory(LLAMA, setup)
     for larger in (replace(setup, micro_batch_size=micro_batch + 1), replace(setup, sequence_length=2 * length)):
-        # Where the loss goes from one chunk to two it saves a cast of the head's gradient.
+        # When the loss goes from one chunk to two, it saves a cast of the head's gradient.
         assert predict_memory(LLAMA, larger).peak_bytes >= estimate.peak_bytes * 0.98
     assert estimate.low_bytes < estimate.device_bytes < estimate.high_bytes
     assert estimate.peak_bytes <= estimate.reserved_bytes <= estimate.device_bytes
@@ -128,7 +128,7 @@ def test_what_is_not_modelled_is_named(change, place):
 
 
 def test_the_planner_counts_the_states_that_the_recipes_optimizers_keep():
-    """test_optimizers.py measures the recipe's; both read one table."""
+    """test_optimizers.py measures the states of the recipe's optimizers; both read the same table."""
     from accel_scale.facts.optimizer_specs import OPTIMIZERS, state_bytes_per_parameter
 
     one = TrainingSetup(precision="bf16_true")
@@ -145,11 +145,11 @@ def test_the_planner_counts_the_states_that_the_recipes_optimizers_keep():
     [("3060", 2**25), ("T4", 2**26), ("4090", 2**26), ("A100-40GB-SXM", 2**27), ("H100-SXM", 2**28)],
 )
 def test_small_cards_hold_fewer_logits_at_once_and_plans_count_them(card, logits):
-    """A logit takes 16 bytes: a chunk 4 GiB of a large card, and at most a thirteenth of a small one."""
+    """A logit takes 16 bytes: a chunk takes 4 GiB on a large card, and at most a thirteenth of a small one."""
     gpu = find_gpu(card)
     assert card_logits(gpu.memory_bytes) == logits
     assert 16 * logits <= gpu.memory_bytes / 13
-    # What a driver keeps to itself changes nothing.
+    # Memory that the driver keeps to itself changes nothing.
     assert card_logits(0.97 * gpu.memory_bytes) == logits
     request = Request(LLAMA, Machine(gpu), global_batch_size=8, methods=("qlora",), fixed={"checkpointing": "full"})
     assert {candidate.setup.chunk_logits for candidate in search(request).candidates} == {logits}
@@ -160,31 +160,31 @@ def test_small_cards_hold_fewer_logits_at_once_and_plans_count_them(card, logits
 
 @pytest.mark.parametrize("precision", ["fp8", "fp16"])
 def test_fsdp2_hands_every_mixed_precisions_layers_16_bit_weights(precision):
-    """fp8 layers are bf16 ones around their products: under FSDP2 autocast has nothing to cast in either."""
+    """fp8 layers are bf16 layers around their products, so under FSDP2 autocast has nothing to cast in them either."""
     fsdp = TrainingSetup(
         parallel=ParallelSetup("fsdp2", 8), micro_batch_size=2, sequence_length=4096, checkpointing="none"
     )
     expected = predict_memory(LLAMA, replace(fsdp, precision="bf16"))
     found = predict_memory(LLAMA, replace(fsdp, precision=precision))
     assert found.peak_bytes == expected.peak_bytes
-    # In one process the weights are fp32, and autocast makes the copies.
+    # In a single process the weights are fp32, and autocast makes the copies.
     one = predict_memory(LLAMA, replace(fsdp, precision=precision, parallel=ParallelSetup()))
     assert one.step.peak_bytes > found.step.peak_bytes
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_a_4_bit_base_is_whole_on_every_card_before_it_is_sharded(strategy):
-    """transformers quantises on each card; only then is there something to shard."""
+    """transformers quantises on each card; sharding comes only afterwards."""
     setup = TrainingSetup(method="qlora", micro_batch_size=1, sequence_length=128, checkpointing="full")
     eight = replace(setup, parallel=ParallelSetup(strategy, 8))
     alone = predict_memory(LLAMA, setup)
     sharded = predict_memory(LLAMA, eight)
     whole = state_bytes(LLAMA, replace(setup, parallel=ParallelSetup())).weight_bytes
     load = next(phase for phase in sharded.phases if phase.name == "load")
-    assert load.total_bytes == pytest.approx(whole, rel=0.05)  # adapters come later
+    assert load.total_bytes == pytest.approx(whole, rel=0.05)  # adapters are added later
     assert sharded.peak_bytes >= load.total_bytes
     assert sharded.states.weight_bytes < alone.states.weight_bytes / 4
-    # Other methods load in shards, and so does what only shards states or gradients.
+    # Other methods load in shards, and so do strategies that shard only states or gradients.
     assert predict_memory(LLAMA, replace(eight, method="lora")).states.load_extra_bytes == 0
     assert predict_memory(LLAMA, replace(setup, parallel=ParallelSetup("zero2", 8))).states.load_extra_bytes == 0
 
@@ -193,6 +193,6 @@ def test_a_70b_4_bit_base_is_not_promised_to_two_24_gib_cards():
     large = load_model_facts("meta-llama/Llama-3.1-70B", allow_download=False)
     setup = TrainingSetup(method="qlora", micro_batch_size=1, sequence_length=512, parallel=ParallelSetup("fsdp2", 2))
     estimate = predict_memory(large, setup)
-    assert estimate.states.weight_bytes < 20 * 2**30  # what training would need
+    assert estimate.states.weight_bytes < 20 * 2**30  # the memory that training would need
     assert estimate.peak_phase.name == "load"
     assert estimate.low_bytes > 24 * 2**30

@@ -1,4 +1,4 @@
-"""Merging adapters into their base: every kind against PEFT's own result, within the memory of one shard."""
+"""Merging adapters into their base: every kind against PEFT's own result, in the memory of one shard."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def gpt2() -> GPT2LMHeadModel:
 
 
 def train(model, **settings) -> PeftModel:
-    """An adapter with every one of its weights moved away from its initial value."""
+    """An adapter with all of its weights moved away from their initial values."""
     settings = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", **settings}
     model = get_peft_model(model, LoraConfig(**settings))
     torch.manual_seed(1)
@@ -113,7 +113,7 @@ def test_merged_logits_are_those_of_base_and_adapter(bases, tmp_path, kind):
     assert result.max_logit_diff < 1e-4
     assert result.num_shards == len(list((tmp_path / "merged").glob("*.safetensors"))) > 1
     plain = AutoModelForCausalLM.from_pretrained(bases / base_name)
-    assert (plain(IDS).logits - expected).abs().max() > 1e-2  # the adapter does something
+    assert (plain(IDS).logits - expected).abs().max() > 1e-2  # the adapter has an effect
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -133,14 +133,14 @@ def test_tied_embeddings_stay_tied_only_where_they_are_equal(bases, tmp_path):
 @pytest.mark.parametrize("base_name", ["llama", "gpt2"])
 @pytest.mark.parametrize("base_dtype", [torch.float32, torch.bfloat16])
 def test_qlora_merges_into_what_it_was_trained_on(bases, tmp_path, base_name, base_dtype):
-    """The merged weights are bit for bit the dequantised ones plus the update; as published they are not."""
+    """The merged weights are bit for bit the dequantised ones, not the published ones, plus the update."""
     base = AutoModelForCausalLM.from_pretrained(bases / base_name, quantization_config=NF4, dtype=base_dtype)
     targets = {"target_modules": ["c_attn"], "fan_in_fan_out": True} if base_name == "gpt2" else {"target_modules": QV}
     record_quantization(tmp_path / "adapter", quantization_of(base))
-    if base_dtype == torch.bfloat16:  # bitsandbytes computes with the 4-bit weights unrounded if asked for float32
+    if base_dtype == torch.bfloat16:  # bitsandbytes computes with unrounded 4-bit weights if asked for float32
         base.dequantize()
     model = train(base, **targets)
-    model.enable_input_require_grads()  # the arithmetic of training: the kernel for inference rounds to bf16
+    model.enable_input_require_grads()  # as in training: the inference kernel rounds to bf16
     expected = model.float()(IDS).logits
     model.save_pretrained(tmp_path / "adapter")
     result = merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype="float32")
@@ -184,7 +184,7 @@ def test_without_a_record_the_published_weights_are_used_and_said(bases, tmp_pat
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "m").state_dict()
     rounded = AutoModelForCausalLM.from_pretrained(tmp_path / "m4").state_dict()
     changed = {name for name in plain if not torch.equal(plain[name], rounded[name])}
-    assert "model.layers.0.mlp.up_proj.weight" in changed  # quantised though the adapter leaves it alone
+    assert "model.layers.0.mlp.up_proj.weight" in changed  # quantised although the adapter does not touch it
     assert not changed & {"lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"}
 
 
@@ -199,7 +199,7 @@ def test_result_has_the_asked_dtype_and_the_tokenizer(shared_data, tmp_path):
     assert {tensor.dtype for tensor in load_file(tmp_path / "merged" / "model.safetensors").values()} == {
         torch.bfloat16
     }
-    assert result.max_logit_diff > 0  # rounding shows
+    assert result.max_logit_diff > 0  # rounding is visible
     written = {path.name for path in (tmp_path / "merged").iterdir()}
     assert written == {
         "_run.json",
@@ -264,7 +264,7 @@ def test_no_check_where_memory_is_short(bases, tmp_path, monkeypatch):
     result = merge_adapter(tmp_path / "a", tmp_path / "merged")
     assert result.max_logit_diff is None
     assert result.check.startswith("logits not compared: one model in float32 needs")
-    # A model in float32 and a third more: at 4 bytes for each number that was merged.
+    # A float32 model and a third more: 4 bytes for each merged number.
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     needed = 4 * sum(tensor.numel() for tensor in merged.values())
     for share, is_compared in ((1.2, False), (1.45, True)):
@@ -301,7 +301,7 @@ print(result.total_bytes, result.num_shards, 1024 * (resource.getrusage(resource
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["original", "dequantized"])
 def test_memory_is_bounded_by_shards_not_by_the_model(bases, big, tmp_path, weights):
-    """A 150 MB model in 4 MB shards is merged with less than a quarter of its size."""
+    """A 150 MB model in 4 MB shards is merged in less than a quarter of its size."""
     source = _MEASURED.format(
         small=str(big / "small-adapter"),
         small_out=str(tmp_path / "small"),
@@ -318,7 +318,7 @@ def test_memory_is_bounded_by_shards_not_by_the_model(bases, big, tmp_path, weig
 
 @pytest.fixture(scope="module")
 def big(bases, tmp_path_factory):
-    """A model of 150 MB in bf16 and an adapter of it, beside an adapter of a small one."""
+    """A 150 MB model in bf16 and an adapter for it, plus an adapter for a small model."""
     folder = tmp_path_factory.mktemp("big")
     small = train(AutoModelForCausalLM.from_pretrained(bases / "llama"), target_modules=QV)
     small.save_pretrained(folder / "small-adapter")
@@ -356,7 +356,7 @@ def test_neither_adapter_nor_base_nor_another_model_is_overwritten(tmp_path):
     ],
 )
 def test_merged_weights_by_hand(bases, tmp_path, settings, scale):
-    """W + α/r · BA (rank-stabilised: α/√r) where the adapter is, and the base's own bytes elsewhere."""
+    """W + α/r · BA (rank-stabilised: α/√r) where there is an adapter, and the base's own bytes elsewhere."""
     model = train(AutoModelForCausalLM.from_pretrained(bases / "llama"), target_modules=QV, **settings)
     model.save_pretrained(tmp_path / "adapter")
     adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")

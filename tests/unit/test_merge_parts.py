@@ -1,4 +1,4 @@
-"""What a merge is made of: shards, stored names, the 4-bit round trip, and the adapters and bases it refuses."""
+"""The parts of a merge: shards, stored names, the 4-bit round trip, and refused adapters and bases."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SIZES = {
     "num_key_value_heads": 2, "vocab_size": 48, "max_position_embeddings": 32,
 }  # fmt: skip
 NAN = float("nan")
-NUM_EXPERTS = 11  # so that the order of names and of numbers differ
+NUM_EXPERTS = 11  # so that order by name and order by number differ
 
 
 def made(config: Any) -> PreTrainedModel:
@@ -74,7 +74,7 @@ def adapter_on(model: PreTrainedModel, folder: Path, **settings: Any) -> Path:
     [
         ([10, 10, 10, 10, 10], [2, 2, 1]),  # two fill a shard exactly
         ([10, 11, 9], [1, 2]),
-        ([50, 1], [1, 1]),  # one that is larger than a shard has a file of its own
+        ([50, 1], [1, 1]),  # a tensor larger than a shard gets its own file
         ([1, 50, 1], [1, 1, 1]),
     ],
 )
@@ -165,7 +165,7 @@ def test_experts_that_are_stored_one_by_one_make_one_tensor_and_are_written_as_t
 
 
 def test_a_stored_tensor_may_make_several_and_keep_its_name_where_it_is_turned(tmp_path: Path) -> None:
-    """Gates, queries, keys and values in one matrix; experts whose matrices are stored the other way round."""
+    """Gates, queries, keys and values in one matrix; experts whose matrices are stored transposed."""
     sizes = {**SIZES, "head_dim": 8}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     pictures = {
@@ -246,7 +246,7 @@ def test_linear_layers_go_through_4_bits_and_nothing_else_does(double: bool) -> 
     assert trip(name, weight).equal(expected)
     assert turned("transformer.h.0.attn.c_attn.weight", weight.T).equal(expected.T)
     assert trip("lm_head.weight", weight).equal(weight)
-    trip.dtype = torch.bfloat16  # the base's: what is not quantised is rounded to it, and no whole number is
+    trip.dtype = torch.bfloat16  # the base's: unquantised tensors are rounded to it, integers are not
     assert trip("model.norm.weight", weight).equal(weight.bfloat16())
     assert trip("model.counter", torch.tensor([257])).dtype == torch.int64
 

@@ -1,4 +1,4 @@
-"""Adapters of reward models merge into a language model's layers, or a reward model's, with their head of scores."""
+"""Reward-model adapters merge into a language model's layers, or a reward model's, along with their score head."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(model: Any) -> PeftModel:
-    """Adapters and a head, all of whose weights have moved."""
+    """Adapters and a head with all of their weights moved."""
     config = LoraConfig(r=4, lora_alpha=8, task_type="SEQ_CLS", target_modules=["q_proj", "v_proj"])
     adapted = get_peft_model(model, config)
     torch.manual_seed(1)
@@ -81,7 +81,7 @@ def test_a_4_bit_base_is_merged_as_it_was_trained_on(bases: Path, tmp_path: Path
     base = load(bases / "language", quantization_config=NF4, dtype=torch.float32)
     record_quantization(tmp_path / "adapter", quantization_of(base))
     trained = train(base)
-    trained.enable_input_require_grads()  # the arithmetic of training: the kernel for inference rounds to bf16
+    trained.enable_input_require_grads()  # as in training: the inference kernel rounds to bf16
     expected = torch.cat([trained(input_ids=row[None]).logits.detach() for row in ROWS])
     trained.save_pretrained(tmp_path / "adapter")
     result = merge_adapter(tmp_path / "adapter", tmp_path / "merged", dtype="float32")

@@ -1,4 +1,4 @@
-"""What a merge writes, tensor by tensor: as PEFT merges the whole model, by hand in 4 bits, and what is refused."""
+"""A merge tensor by tensor: equal to PEFT's merge of the whole model, by hand in 4 bits, and refusals."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_merge_is_what_peft_makes_of_the_whole_model(bases: Path, tmp_path: Pa
     logits, merged, plain = model.eval()(IDS).logits, loaded(tmp_path / "merged"), loaded(bases / base_name)
     torch.testing.assert_close(merged(IDS).logits, logits, rtol=1e-4, atol=1e-5)
     assert (plain(IDS).logits - logits).abs().max() > 1e-2
-    if base_name != "tied":  # PEFT adds to a tensor that two modules share twice
+    if base_name != "tied":  # PEFT adds twice to a tensor that two modules share
         expected = model.merge_and_unload().state_dict()
         assert merged.state_dict().keys() == expected.keys()
         for name, tensor in merged.state_dict().items():
@@ -104,7 +104,7 @@ def test_tokens_that_were_added_come_along(bases: Path, tmp_path: Path, base_nam
 def test_each_stored_tensor_is_read_once_and_merged_modules_leave_memory(
     bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At most two shards are in memory: a tied embedding that nothing changes is not read a second time."""
+    """At most two shards are in memory: a tied embedding that nothing changes is not read twice."""
     train(loaded(bases / "tied"), target_modules=QV).save_pretrained(tmp_path / "adapter")
     merger = AdapterMerger(bases / "tied", tmp_path / "adapter", read_config(tmp_path / "adapter"), None, None)
     read: list[str] = []
@@ -121,7 +121,7 @@ def read_config(adapter: Path) -> LoraConfig:
 
 
 def in_four_bits(weight: torch.Tensor, *, double: bool) -> torch.Tensor:
-    """By bitsandbytes' own layer."""
+    """`weight` after a 4-bit round trip in bitsandbytes' own layer."""
     import bitsandbytes as bnb
 
     layer = bnb.nn.Params4bit(weight.clone(), requires_grad=False, quant_type="nf4", compress_statistics=double).to(
@@ -135,7 +135,7 @@ def in_four_bits(weight: torch.Tensor, *, double: bool) -> torch.Tensor:
 def test_what_was_trained_on_4_bits_is_merged_into_what_it_was_trained_on(
     bases: Path, tmp_path: Path, base_name: str, how: str
 ) -> None:
-    """Every linear layer as 4 bits hold it, the adapter on top of those that have one, all else as it was."""
+    """Every linear layer as 4 bits hold it, plus the adapter where there is one; everything else unchanged."""
     is_gpt2, double = base_name == "gpt2", how == "asked for"
     targets = {"target_modules": ["c_attn"], "fan_in_fan_out": True} if is_gpt2 else {"target_modules": QV}
     train(loaded(bases / base_name), lora_alpha=4, **targets).save_pretrained(tmp_path / "a")
@@ -217,7 +217,7 @@ def test_a_folder_with_another_adapters_result_is_refused_and_its_own_is_replace
 
 
 def changed(folder: Path, to: Path, change: Any) -> Path:
-    """A copy of a model in one file whose tensors `change` has changed."""
+    """A single-file copy of a model with its tensors changed by `change`."""
     tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
     change(tensors)
     to.mkdir()
@@ -254,7 +254,7 @@ def test_a_base_that_is_not_whole_is_refused_before_anything_is_written(
 
 
 def test_an_update_that_overflows_is_refused_in_one_line(bases: Path, tmp_path: Path) -> None:
-    """Finite in both factors, and not in their product."""
+    """Both factors are finite, but their product is not."""
     model = train(loaded(bases / "llama"), target_modules=["q_proj"])
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -286,7 +286,7 @@ def header(text: bytes, rest: bytes = b"") -> bytes:
 ONE = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
 HEADERS = {
     "seven bytes": (b"1234567", "no safetensors file"),
-    "no header": (b"\x00" * 7 + b"\x01", "no safetensors file"),  # of 2^56 bytes
+    "no header": (b"\x00" * 7 + b"\x01", "no safetensors file"),  # it would have 2^56 bytes
     "cut header": (header(ONE)[:-3], r"cut off after \d+ bytes: its header cannot be read"),
     "cut by one": (header(ONE, b"\x00" * 3), r"cut off: it has 65 of 66 bytes"),
     "no text": (header(b"\xff\xfe{}"), "no safetensors file: its header cannot be read"),

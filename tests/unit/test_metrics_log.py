@@ -1,4 +1,4 @@
-"""`metrics.jsonl` can be followed while it is written, and a resumed run does not hold a step twice."""
+"""`metrics.jsonl` can be followed while it is written, and a resumed run records each step only once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models load with clear errors, and whole where a whole copy is wanted."""
+"""Models load with clear errors, and unsharded where a whole copy is wanted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model card of a run: figures and names that are in it, and what is kept out of it."""
+"""The model card of a run: the figures and names in it, and what is kept out of it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_names_cannot_write_markdown_or_html():
     title = next(line for line in text.splitlines() if line.startswith("# "))
     assert title.startswith("# &lt;img src=x&gt; \\# evil \\|")
     fences = [line for line in text.splitlines() if line.startswith("`````")]
-    assert len(fences) == 2  # longer than any run of backticks in the settings
+    assert len(fences) == 2  # fences are longer than any run of backticks in the settings
     assert escape("a*b_c|d\ne<f>&") == "a\\*b\\_c\\|d e&lt;f&gt;&amp;"
 
 

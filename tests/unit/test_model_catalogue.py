@@ -1,4 +1,4 @@
-"""The catalogue of models: published totals, names, folders, and what a wrong name is answered."""
+"""The model catalogue: published totals, names, folders, and the answer to a wrong name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from accel_scale.errors import ConfigError
 from accel_scale.planning.models.catalogue import catalogue_names, load_model_facts
 
-# Parameters as the models' cards and safetensors indices publish them, tied heads once.
+# Parameter counts as published in model cards and safetensors indices, with tied heads counted once.
 PUBLISHED = {
     "meta-llama/Llama-2-7b-hf": 6_738_415_616,
     "meta-llama/Llama-2-13b-hf": 13_015_864_320,
@@ -38,7 +38,7 @@ PUBLISHED = {
     "Qwen/Qwen3-235B-A22B": 235_093_634_560,
     "deepseek-ai/DeepSeek-V2-Lite": 15_706_484_224,
     "deepseek-ai/DeepSeek-V2": 235_741_434_880,
-    # Without the router's correction biases, which are buffers, and the module that predicts a second token.
+    # Without the router's correction biases, which are buffers, and the multi-token prediction module.
     "deepseek-ai/DeepSeek-R1": 671_026_404_352,
     "openai/gpt-oss-20b": 20_914_757_184,
     "openai/gpt-oss-120b": 116_829_156_672,
@@ -78,7 +78,7 @@ def test_totals_are_the_published_ones(model: str, total: int) -> None:
 
 def test_a_mixture_counts_what_a_token_passes_through() -> None:
     facts = load_model_facts("mistralai/Mixtral-8x7B-v0.1", allow_download=False)
-    # The card says 12.9B active of 46.7B, the look-up of 0.13B included.
+    # The card says 12.9B of 46.7B are active, including the embedding's 0.13B.
     assert facts.num_active_params + facts.embedding_params == pytest.approx(12.9e9, rel=0.005)
 
 
@@ -163,7 +163,7 @@ def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
 
 
 def test_a_hub_out_of_reach_is_said_at_once() -> None:
-    """Its client would retry the download for half a minute."""
+    """The hub's client would retry the download for half a minute."""
     code = (
         "import time\nfrom accel_scale.planning.models.catalogue import load_model_facts\n"
         "begin = time.perf_counter()\ntry:\n    load_model_facts('someone/their-model')\n"
@@ -178,7 +178,7 @@ def test_a_hub_out_of_reach_is_said_at_once() -> None:
 
 
 def test_models_whose_layers_are_traced_are_known_without_torch() -> None:
-    """Their facts are shipped; each entry says whose config.json it is, and its sizes are those that its name says."""
+    """Their facts are shipped; each entry names the source of its config.json, and its sizes match its name."""
     code = (
         "import json, sys; from accel_scale.planning.models.catalogue import _catalogue, load_model_facts as load; "
         "found = {n: load(n, allow_download=False) for n, item in _catalogue().items() if 'source' in item}; "

@@ -1,4 +1,4 @@
-"""Vision-language checkpoints train their language model on text; what is no decoder of text is refused by name."""
+"""Vision-language checkpoints train their language model on text; models that decode no text are refused by name."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_text_models_keep_their_class():
 
 
 def gemma4(**sizes):
-    """Heads of Gemma 4's full-attention layers are wider, and its configuration refuses to name one number."""
+    """A Gemma 4: its full-attention layers have wider heads, and its configuration refuses to give a single size."""
     from transformers import Gemma4TextConfig
 
     layers = ["sliding_attention", "full_attention"] * 2
@@ -171,12 +171,12 @@ def test_sequence_parallel_ranks_need_whole_heads_of_every_layer():
 
 @pytest.mark.slow
 def test_every_configuration_whose_layers_differ_can_be_resolved():
-    """What the recipes ask of a configuration before a model is loaded."""
+    """Covers what the recipes ask of a configuration before loading a model."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     found = []
     for config_class in dict.fromkeys(MODEL_FOR_CAUSAL_LM_MAPPING):
-        with contextlib.suppress(Exception):  # no defaults
+        with contextlib.suppress(Exception):  # the class has no defaults
             config = config_class()
             if config.get_text_config().is_heterogeneous:
                 found.append(config)
@@ -189,7 +189,7 @@ def test_every_configuration_whose_layers_differ_can_be_resolved():
 
 
 def test_models_that_are_trained_on_images_are_loaded_with_the_parts_that_see(base):
-    """Some types have a text model of their own as well, which plain text is trained with."""
+    """Some types also have a text-only model, which is trained on plain text."""
     config = load_config(str(base), images=True)
     assert language_model_class(config) is AutoModelForImageTextToText
     plain, with_images = CONFIG_MAPPING["llama4"](), CONFIG_MAPPING["llama4"]()

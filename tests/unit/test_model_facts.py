@@ -1,4 +1,4 @@
-"""Model facts against the real transformers classes on the meta device, group by group."""
+"""Model facts against the real transformers classes on the meta device, compared group by group."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def shape(name: str, module: nn.Module) -> tuple[Any, ...]:
 
 
 def linears_of(layer: nn.Module) -> Counter:
-    """Name, in, out, bias and copies of every matrix product: linears, routers and stacked experts."""
+    """Name, in, out, bias and number of copies of every matrix product: linears, routers and stacked experts."""
     found: Counter = Counter(shape(name, module) for name, module in layer.named_modules() if is_linear(module))
     parameters = dict(layer.named_parameters())
     for name, weight in parameters.items():
         if weight.ndim == 3:
-            # gpt-oss keeps its experts the other way round.
+            # gpt-oss stores its experts transposed.
             outputs, inputs = weight.shape[1:] if f"{name}_bias" not in parameters else weight.shape[:0:-1]
             found[(name.rsplit(".", 1)[-1], inputs, outputs, f"{name}_bias" in parameters, weight.shape[0])] += 1
         elif name.endswith(("mlp.gate.weight", "mlp.router.weight")):
@@ -105,7 +105,7 @@ def is_in(module: nn.Module, layers: nn.ModuleList) -> bool:
 
 @pytest.mark.parametrize("model_type", IN_TRANSFORMERS)
 def test_missing_fields_take_the_defaults_of_the_class(model_type: str) -> None:
-    # DeepSeek V2's class leaves open how many experts a token gets.
+    # DeepSeek V2's class has no default for the experts per token.
     given = {"num_experts_per_tok": 6} if model_type == "deepseek_v2" else {}
     whole = CONFIG_MAPPING[model_type](**given).to_dict()
     assert facts_from_config({"model_type": model_type, **given}, name="m") == facts_from_config(whole, name="m")
@@ -150,7 +150,7 @@ def test_a_bad_config_gets_one_clear_line(config: Any, says: str) -> None:
 
 
 def test_an_architecture_like_llama_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new type in `STYLES` is read, counted, walked and divided, with its class's defaults and no other line."""
+    """A new type in `STYLES` is read, counted, walked and divided, with its class's defaults and no other change."""
     from accel_scale.planning.cost.memory import predict_memory
     from accel_scale.planning.models.config_defaults import sizes
     from accel_scale.planning.models.styles import STYLES, ModelStyle

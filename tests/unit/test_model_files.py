@@ -1,4 +1,4 @@
-"""A model's folder by its headers alone: cut files, shapes that are not the configuration's, tokens without a row."""
+"""A model's folder by its headers alone: cut files, shapes that contradict the configuration, tokens without a row."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_tokens_beyond_the_embedding_are_refused_unless_no_text_gives_them() -> 
     grown = tokenizer()
     rows = config(vocab_size=len(grown))
     grown.add_tokens(["<image>"], special_tokens=True)
-    check_tokenizer(rows, grown, place="here")  # as Gemma 3's
+    check_tokenizer(rows, grown, place="here")  # as in Gemma 3
     grown.add_special_tokens({"pad_token": "<another pad>"})
     with pytest.raises(ConfigError, match="embedding of") as caught:
         check_tokenizer(rows, grown, place="here")

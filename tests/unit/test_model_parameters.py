@@ -1,4 +1,4 @@
-"""Adapters against PEFT, quantised linears against the 4-bit loader, groups against their sum."""
+"""Adapter counts against PEFT, quantised linears against the 4-bit loader, parameter groups against their sum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tool that counts which mutants the tests notice: what it changes, and what it leaves alone."""
+"""The tool that counts how many mutants the tests notice: what it changes, and what it leaves alone."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_is_changed_and_what_is_not(mutants: Any) -> None:
 
 
 def test_what_the_configuration_names_is_there(repository: Path, mutants: Any) -> None:
-    """A module or a test that was renamed would end every run, or count its mutants as missed."""
+    """A renamed module or test would end every run, or count its mutants as missed."""
     import mutation_score
 
     known = mutation_score.known_mutants()
@@ -81,7 +81,7 @@ def test_what_the_configuration_names_is_there(repository: Path, mutants: Any) -
 @pytest.mark.soak
 @pytest.mark.timeout(4 * 3600)
 def test_nine_of_ten_mutants_are_noticed(repository: Path) -> None:
-    """And seven of ten by the fast tests alone."""
+    """Seven of ten are noticed by the fast tests alone."""
     script = str(repository / "benchmarks" / "mutation_score.py")
     options = ["--all", "--workers", "2", "--per-module", "1", "--least", "0.9", "--least-fast", "0.7"]
     done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True, timeout=4 * 3600 - 60)

@@ -1,4 +1,4 @@
-"""Names: one class has one name, and one name one class."""
+"""Names: each class has one name, and each name belongs to one class."""
 
 from __future__ import annotations
 

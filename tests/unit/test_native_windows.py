@@ -1,4 +1,4 @@
-"""On Windows itself every command that trains or launches ends with one line; the doctor lists it as an error."""
+"""On native Windows, every command that trains or launches stops with one line; the doctor reports it as an error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Modules and functions that Windows does not have, and its name.
+# Removes the modules and functions that Windows lacks, and reports its platform name.
 WINDOWS = """
 import os, platform, runpy, signal, sys
 import psutil  # which takes Windows' own counters there

@@ -1,4 +1,4 @@
-"""Figures for people are written without exponents, whatever their size."""
+"""Numbers shown to users have no exponents, whatever their size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one table of optimizers: an entry in it is seen by planner, doctor and training."""
+"""The single table of optimizers: the planner, the doctor and training see every entry in it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SPEC = OptimizerSpec(
 
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> str:
-    """An entry in the table and a builder, as a new optimizer is added."""
+    """Add an entry to the table and a builder, as for any new optimizer."""
     monkeypatch.setitem(OPTIMIZERS, "small_sgd", SPEC)
     build = lambda adam, options, strategy: (torch.optim.SGD, {"lr": adam["lr"], **options})  # noqa: E731
     monkeypatch.setitem(optimizers._OWN, "small_sgd", build)

@@ -1,4 +1,4 @@
-"""Every optimizer: learns, keeps the states it claims, resumes, and is refused where it cannot work."""
+"""Every optimizer learns, keeps the states it claims, resumes, and is refused where it cannot work."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from accel_scale.quiet import quiet_imports
 quiet_imports()
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 
-# Those that step real CPU parameters without compiling anything first.
+# Optimizers that step real CPU parameters without compiling anything first.
 RUNNABLE = [name for name in OPTIMIZERS if name not in ("adamw_cpu_offload", "deepspeed_cpu_adam")]
 LEARNING_RATES = {"sgd": 5.0, "sgd_momentum": 1.0, "adagrad": 1e-2, "adafactor": 1e-3}
-# How far the loss may be from that of the optimizer it stands for, after 20 steps.
+# The reference optimizer of each, and how far its loss may be from the reference's after 20 steps.
 TRAJECTORIES = {
     "adamw_torch_fused": ("adamw_torch", 1e-5),
     "adamw_torch_foreach": ("adamw_torch", 1e-5),
@@ -45,7 +45,7 @@ TRAJECTORIES = {
 
 @pytest.fixture(autouse=True)
 def uncompiled():
-    """torchao's step as plain operations: the same arithmetic without a minute of C++ compilation."""
+    """Run torchao's step eagerly: the same arithmetic without a minute of C++ compilation."""
     torch.compiler.set_stance("force_eager")
     yield
     torch.compiler.set_stance("default")
@@ -92,10 +92,10 @@ def trajectory(name: str) -> list[float]:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all per-parameter states; step counters and bitsandbytes' shared lookup tables left out."""
+    """Bytes of all per-parameter states, without step counters and bitsandbytes' shared lookup tables."""
 
     def num_bytes(tensor: torch.Tensor) -> int:
-        if hasattr(tensor, "__tensor_flatten__"):  # torchao's quantised states are made of plain tensors
+        if hasattr(tensor, "__tensor_flatten__"):  # torchao's quantised states consist of plain tensors
             names = [n for n in tensor.__tensor_flatten__()[0] if n != "qmap"]
             return sum(num_bytes(getattr(tensor, name)) for name in names)
         return tensor.numel() * tensor.element_size()
@@ -229,7 +229,7 @@ def test_a_trainer_builds_ours_with_its_parameter_groups(tmp_path):
     [
         ("sgd", "momentum=0.5,nesterov=true", ("nesterov", "momentum"), (True, 0.5)),
         ("rmsprop", {"alpha": "0.9"}, ("alpha",), (0.9,)),
-        ("rmsprop_bnb_8bit", "alpha=0.9", ("betas",), ((0.9, 0),)),  # bitsandbytes' name for it
+        ("rmsprop_bnb_8bit", "alpha=0.9", ("betas",), ((0.9, 0),)),  # the name that bitsandbytes uses
         ("ademamix", "alpha=2.0,t_alpha=10", ("alpha", "t_alpha"), (2.0, 10)),
     ],
 )
@@ -248,7 +248,7 @@ def test_torchao_block_size_and_stochastic_rounding():
     optimizer = make("adamw_torch_8bit", model, optim_args="block_size=128,bf16_stochastic_round=true")
     assert (optimizer.block_size, optimizer.bf16_stochastic_round) == (128, True)
     steps(model, optimizer, 1)
-    # Twice as many scales as at 256: 2 × (1 + 4 / 128) bytes.
+    # Twice as many scales as with blocks of 256: 2 × (1 + 4 / 128) bytes.
     assert state_bytes(optimizer) / sum(p.numel() for p in model.parameters()) == pytest.approx(2.0625)
 
 
@@ -314,7 +314,7 @@ def test_what_the_user_should_know():
 
 
 def test_sizes_that_blocks_do_not_divide():
-    """Why torchao's states are refused under ZeRO, whose flat shards have any size, and bitsandbytes' are not."""
+    """The reason why ZeRO, whose flat shards have any size, refuses torchao's states but not bitsandbytes'."""
     for name, expected in (("adamw_torch_8bit", 8.0), ("adamw_bnb_8bit", 2.03)):
         flat = torch.nn.Parameter(torch.ones(64 * 256 + 32))
         optimizer = create_optimizer(name, [flat], lr=1e-3)
@@ -341,7 +341,7 @@ def test_torchao_compiled_takes_the_same_steps():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_deepspeed_cpu_adam_is_adamw():
-    """DeepSpeed compiles it on first use."""
+    """DeepSpeed compiles this optimizer on first use."""
     model = mlp()
     optimizer = make("deepspeed_cpu_adam", model, weight_decay=0.1)
     reference_model = mlp()
@@ -352,7 +352,7 @@ def test_deepspeed_cpu_adam_is_adamw():
 
 
 def test_deepspeed_cpu_adam_inside_zero_offload_is_left_to_accelerate():
-    """Accelerate turns torch's AdamW, and nothing else, into DeepSpeed CPU Adam in AdamW mode."""
+    """Accelerate turns only torch's AdamW into DeepSpeed CPU Adam in AdamW mode."""
     cls, kwargs = optimizer_cls_and_kwargs(
         "deepspeed_cpu_adam", training_args(), device_type="cuda", strategy="zero3", offload_optimizer=True
     )
@@ -362,7 +362,7 @@ def test_deepspeed_cpu_adam_inside_zero_offload_is_left_to_accelerate():
 
 @pytest.fixture
 def pretended_accelerator(monkeypatch):
-    """Streams and pinned memory of an accelerator, done at once on the CPU: torchao's offload runs nowhere else."""
+    """Fake an accelerator's streams and pinned memory on the CPU: torchao's offload needs a device that has them."""
 
     class Stream:
         def wait_stream(self, other):
@@ -383,7 +383,7 @@ def pretended_accelerator(monkeypatch):
 
 
 class TestCpuOffload:
-    """The logic around torchao's transfers; a test below runs the transfers themselves on a card."""
+    """The logic around torchao's transfers; a test below runs the transfers themselves on a GPU."""
 
     def run(self, model, optimizer, schedule=None, num_steps=5, max_norm=0.05, accumulate=2):
         inputs, targets = problem()
@@ -412,8 +412,8 @@ class TestCpuOffload:
         expected = self.run(reference, torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.1))
         model = mlp()
         assert self.run(model, self.offloaded(model)) == pytest.approx(expected, rel=1e-5)
-        # torchao's own steps on gradients as they were before clipping. (Adam forgives a constant factor; what
-        # changes is the weight of each step's gradient in the moments.)
+        # torchao's own steps, on gradients from before clipping. (Adam forgives a constant factor; the difference
+        # is the weight of each step's gradient in the moments.)
         plain = mlp()
         theirs = CPUOffloadOptimizer(plain.parameters(), torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
         assert self.run(plain, theirs) != pytest.approx(expected, rel=1e-5)
@@ -476,7 +476,7 @@ def test_cpu_offload_on_a_card_follows_adamw_and_frees_its_states():
 
 @pytest.fixture(scope="module")
 def process_group():
-    """A world of one process: enough to make FSDP2's parameters DTensors."""
+    """A process group of one, which is enough to turn FSDP2's parameters into DTensors."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -27,7 +27,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_every_public_name_is_documented() -> None:
-    """In docs/library.md, in the table of names, and nothing else is."""
+    """The table of names in docs/library.md lists every public name and nothing else."""
     text = (Path(__file__).parents[2] / "docs" / "library.md").read_text()
     table = text[text.index("| name | use |") :]
     cells = [line.split("|")[1] for line in table.splitlines()[2:] if line.startswith("|")]

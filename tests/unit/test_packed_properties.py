@@ -1,4 +1,4 @@
-"""Attention over packed documents is masked attention, whatever the documents, heads, windows and masks."""
+"""Attention over packed documents equals masked attention, for any documents, heads, windows and masks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def starts_of(rows: list[list[int]]) -> torch.Tensor:
-    """True where a document begins, of rows given by their documents' lengths."""
+    """True where a document begins, for rows given as lists of document lengths."""
     starts = torch.zeros(len(rows), sum(rows[0]), dtype=torch.bool)
     for row, lengths in enumerate(rows):
         starts[row, [sum(lengths[:index]) for index in range(len(lengths))]] = True
@@ -81,9 +81,9 @@ def attend(rows: list[list[int]], window: int | None, heads: tuple[int, int], sc
     st.integers(2, 40), st.integers(1, 3), st.sampled_from([None, 1, 3, 17]),
     st.sampled_from([(2, 2), (4, 2), (3, 1)]), st.sampled_from([None, 0.3]), st.integers(0, 99),
 )  # fmt: skip
-@example(2, 1, None, (2, 2), None, 1)  # two documents of one token
-@example(40, 2, 17, (4, 2), 0.3, 3)  # windows that some documents are shorter than
-@example(33, 3, 1, (3, 1), None, 7)  # each token sees itself alone
+@example(2, 1, None, (2, 2), None, 1)  # two documents of one token each
+@example(40, 2, 17, (4, 2), 0.3, 3)  # windows longer than some documents
+@example(33, 3, 1, (3, 1), None, 7)  # each token sees only itself
 def test_values_and_gradients_are_those_of_a_mask(length, num_rows, window, heads, scaling, seed) -> None:
     rows = [cut(length, seed + row) for row in range(num_rows)]
     for ours, theirs in zip(*attend(rows, window, heads, scaling, seed), strict=True):
@@ -91,7 +91,7 @@ def test_values_and_gradients_are_those_of_a_mask(length, num_rows, window, head
 
 
 def test_buckets_are_split_by_one_node_of_the_backward_pass_each_tensor() -> None:
-    """A slice for each bucket would give as many gradients as long as the whole, which are then added up."""
+    """Slicing each bucket would create a full-size gradient per bucket and then add them all up."""
     tensors = [torch.randn(1, 2, 120, 8).requires_grad_() for _ in range(3)]
     layout = packed_layout(starts_of([[60, 30, 15, 10, 5]]), None, CPU)
     assert len(layout.buckets) > 1
@@ -118,7 +118,7 @@ def test_grouped_heads_with_and_without_a_kernel_for_them(shares, heads, monkeyp
     monkeypatch.setattr(packed_attention, "_device", lambda _: device)
 
     def watched(query, key, value, **settings):
-        if "enable_gqa" in settings:  # ours, not the one that it is compared with
+        if "enable_gqa" in settings:  # the packed attention's own call, not the masked reference
             seen.add((key.shape[1], value.shape[1], settings["enable_gqa"]))
         return attention(query, key, value, **settings)
 
@@ -134,7 +134,7 @@ def test_grouped_heads_with_and_without_a_kernel_for_them(shares, heads, monkeyp
 @pytest.mark.parametrize("scaling", [None, 0.7])
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
 def test_two_products_and_a_softmax_are_the_kernel(window, scaling, heads, monkeypatch) -> None:
-    """What short documents in bf16 take on a CPU, here in fp32, where it can be compared."""
+    """The path that short bf16 documents take on a CPU, run here in fp32 so that it can be compared."""
     monkeypatch.setattr(packed_attention, "_is_short_bf16", lambda *_: True)
     for ours, theirs in zip(*attend([[5, 9, 3], [16, 1]], window, heads, scaling, 2), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -186,7 +186,7 @@ def test_a_layout_has_a_slot_for_each_token_and_stands_for_its_mask(length, num_
 
 
 def documents(rows: list[list[int]], window: int | None = None) -> Any:
-    """A mask function as transformers builds it."""
+    """A mask function like the ones transformers builds."""
     segments = starts_of(rows).cumsum(-1)
 
     def seen(batch: Any, head: Any, query: Any, key: Any) -> Any:
@@ -215,7 +215,7 @@ def test_packed_rows_and_windows_are_recognised() -> None:
     "mask",
     [
         [[0, 1, 1, 1], [1, 1, 1, 1]],  # padded on the left
-        [[1, 0, 1, 1], [1, 1, 1, 1]],  # a hole
+        [[1, 0, 1, 1], [1, 1, 1, 1]],  # a gap
         [[1, 1, 1, 0], [0, 0, 0, 0]],  # a row of padding
     ],
 )
@@ -252,7 +252,7 @@ def test_what_is_not_causal_within_documents_stays_dense(change) -> None:
             "a hole": usual & ~((query == 3) & (key == 1)),
         }[change]
 
-    found = mask_of(seen, 1, 8, allow_is_causal_skip=False)  # as transformers asks for masks with functions
+    found = mask_of(seen, 1, 8, allow_is_causal_skip=False)  # transformers asks this way for masks with functions
     assert not hasattr(found, "packed_layout")
     here = torch.arange(8)
     assert torch.equal(found[0, 0], seen(torch.tensor(0), 0, here[:, None], here[None]))
@@ -262,7 +262,7 @@ def test_what_is_not_causal_within_documents_stays_dense(change) -> None:
 
 
 def known_mask(rows: list[list[int]], function: Any, *, given: torch.Tensor | None = None, **more: Any) -> Any:
-    """`mask_of` rows whose documents are known, of a model that reshapes the mask it gets, as GPT-2 does."""
+    """`mask_of` rows with known documents, for a model that reshapes its mask, as GPT-2 does."""
     positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in rows])
     inputs = {"input_ids": torch.zeros_like(positions)}
     facts = RowFacts({**inputs, "position_ids": positions})
@@ -285,7 +285,7 @@ def causal(window: int | None = None) -> Any:
 @pytest.mark.parametrize("rows", [[[3, 5], [8]], [[8], [8]], [[1, 1, 6], [2, 6]]])
 @pytest.mark.parametrize("window", [None, 1, 3, 8])
 def test_known_documents_are_those_that_would_be_found(rows: list[list[int]], window: int | None) -> None:
-    # As transformers asks: only of plain causal masks may there be none.
+    # As transformers asks: the mask may be omitted only if it is plainly causal.
     found = known_mask(rows, causal(window), allow_is_causal_skip=window is None)
     if all(len(lengths) == 1 for lengths in rows) and window in (None, 8):
         assert found is None, "plain causal rows need no mask"
@@ -294,7 +294,7 @@ def test_known_documents_are_those_that_would_be_found(rows: list[list[int]], wi
 
 
 def test_chunks_begin_anew_in_every_document_that_is_known() -> None:
-    """Llama 4's layers see chunks of a document; transformers asks for them by their borders in a plain row."""
+    """Llama 4's layers see chunks of a document; transformers asks for them by their bounds in a plain row."""
     found = known_mask([[3, 5], [8]], lambda b, h, query, key: (key <= query) & (query // 4 == key // 4))
     assert found.packed_layout.lengths == (3, 4, 1, 4, 4)
     alone = known_mask([[8], [8]], lambda b, h, query, key: (key <= query) & (query // 4 == key // 4))
@@ -306,10 +306,10 @@ def test_what_else_a_mask_hides_is_hidden_within_known_documents() -> None:
     own = visible_by_hand(rows, None)
 
     def in_blocks(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        return (key <= query) & ((query < 2) == (key < 2))  # documents of the function's own, of 2 and 6 tokens
+        return (key <= query) & ((query < 2) == (key < 2))  # two documents made by the function itself: 2 and 6 tokens
 
     def elsewhere(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        if batch.numel() == 1:  # asked of one row: its tensors are on another device
+        if batch.numel() == 1:  # a call with a single row: its tensors are on another device
             raise RuntimeError
         return key <= query
 

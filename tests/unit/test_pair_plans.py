@@ -1,4 +1,4 @@
-"""Plans of pairs: two rows an example, reward models with one score in the place of the vocabulary's logits."""
+"""Plans for pairs: two rows per example, and reward models with one score instead of logits over the vocabulary."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def resolved(recipe: RecipeSpec, model: str, flags: str) -> Resolved:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Llama 3.1 8B's configuration and nothing else."""
+    """Llama 3.1 8B's configuration without weights."""
     folder: Path = tmp_path_factory.mktemp("large")
     (folder / "config.json").write_text(json.dumps(catalogue_config("meta-llama/Llama-3.1-8B")))
     return str(folder)

@@ -1,4 +1,4 @@
-"""Which rank does what when ranks share a model, and the launches and flags that do not come out even."""
+"""Which rank does what when ranks share a model, and which launches and flags do not divide evenly."""
 
 from __future__ import annotations
 

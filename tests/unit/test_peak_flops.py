@@ -1,4 +1,4 @@
-"""The peak that MFU is measured against."""
+"""The peak FLOP/s that MFU is measured against."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accel_scale.measuring.peak_flops import measured_peak_flops
 
 
 def test_measuring_it_leaves_the_runs_random_numbers_alone() -> None:
-    """A resumed run measures it after its random states were put back; dropout went on with other numbers."""
+    """A resumed run measures it after restoring its random states; dropout used to continue with other numbers."""
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     assert measured_peak_flops.__wrapped__("cpu", torch.float32) > 1e8
     assert torch.equal(torch.get_rng_state(), before[0])

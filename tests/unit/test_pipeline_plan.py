@@ -1,4 +1,4 @@
-"""Which layers a pipeline stage gets, and how long stages wait: pure arithmetic."""
+"""Which layers each pipeline stage gets and how long stages wait: pure arithmetic."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_no_split_has_a_cheaper_most_expensive_stage(costs, data):
 
 
 def test_the_most_expensive_stage_comes_before_evenness():
-    """The split of the smallest sum of squares has a more expensive stage here."""
+    """Here, the split with the smallest sum of squares has a more expensive stage."""
     costs = [3.0, 2.0, 5.0, 1.0]
     assert largest(costs, stage_boundaries(costs, 3)) == 5
     assert largest(costs, min(every_split(costs, 3), key=lambda split: squares(costs, split))) == 6

@@ -1,4 +1,4 @@
-"""Models of many architectures, taken apart and run part after part, compute what they did in one piece."""
+"""Models of many architectures, split into parts and run one part after another, give the same results as whole."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def build(model_type: str):
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **fields)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    for parameter in model.parameters():  # norms of ones and biases of zeros would hide that they were left out
+    for parameter in model.parameters():  # norms of ones and biases of zeros would hide that they are missing
         nn.init.normal_(parameter, std=0.2)
     return model.eval()
 
@@ -187,7 +187,7 @@ def test_a_part_knows_its_place():
         (3, 4, None, "model.embed_tokens.weight")
     }
     assert [one.num_items for one in found] == [1, 1, 1]
-    # Without labels, or without a loss, the last stage gives its normalised states.
+    # Without labels, or without a loss, the last stage returns its normalised states.
     hidden, ids = torch.randn(1, 6, 32), torch.randint(1, 64, (1, 6))
     states = last(hidden)
     assert torch.equal(last(hidden, labels=ids), states)
@@ -225,7 +225,7 @@ def test_a_loss_that_is_gone_back_through_twice_gives_the_same_gradients():
 
 
 def test_a_forward_that_was_replaced_on_a_module_is_that_of_its_copy() -> None:
-    """Another module's method stays that module's."""
+    """A method that belongs to another module stays bound to that module."""
     pair = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     pair[0].forward = types.MethodType(lambda self, x: x * self.factor, pair[0])
     pair[0].factor, pair[0].borrowed = 3.0, pair[1].forward
@@ -237,7 +237,7 @@ def test_a_forward_that_was_replaced_on_a_module_is_that_of_its_copy() -> None:
 
 
 class Wires:
-    """Point-to-point messages of one rank: what it sends, and numbers for what it receives."""
+    """One rank's point-to-point messages: records the tensors it sends and fills in those it receives."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, torch.Tensor]] = []
@@ -257,7 +257,7 @@ class Wires:
 @pytest.mark.parametrize(
     ("stages", "received", "sent", "result"),
     [
-        ([0, 1, 2, 3], [], [], 6.0),  # all here: nothing travels
+        ([0, 1, 2, 3], [], [], 6.0),  # all stages are on this rank: nothing is sent
         ([1, 2], [0, 0], [(0, 3), (0, 13)], None),
         ([0, 3], [2, 2], [(1, 0), (1, 0)], 15.0),
         ([2], [1, 1], [(0, 3), (0, 13)], None),
@@ -266,7 +266,7 @@ class Wires:
 def test_hidden_states_travel_between_the_ranks_that_have_a_stage(
     stages: list[int], received: list[int], sent: list[tuple[int, int]], result: float | None, monkeypatch: Any
 ) -> None:
-    """Stage n is on rank n modulo 3, adds n, and the last one has the labels."""
+    """Stage n is on rank n modulo 3 and adds n; the last stage has the labels."""
     wires = Wires()
     monkeypatch.setattr(evaluate, "dist", wires)
 

@@ -1,4 +1,4 @@
-"""`plan` and `predict_memory` for Python say what the command says."""
+"""The Python functions `plan` and `predict_memory` give the same answers as the command."""
 
 from __future__ import annotations
 

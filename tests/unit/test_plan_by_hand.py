@@ -1,4 +1,4 @@
-"""Terms of a plan by hand where tables would only repeat them: experts' adapters, quantised bases, refusals."""
+"""Plan terms checked by hand where tables would only repeat them: expert adapters, quantised bases, refusals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from accel_scale.planning.tape.activations import _walk
 
 LLAMA = load_model_facts("meta-llama/Llama-3.2-1B", allow_download=False)
 N = LLAMA.num_params
-# 16 layers: queries and result 2048², keys and values 2048 × 512, three products of the MLP 2048 × 8192.
+# 16 layers: query and output 2048², key and value 2048 × 512, three MLP matrices 2048 × 8192.
 LINEARS = 16 * (2 * 2048**2 + 2 * 2048 * 512 + 3 * 2048 * 8192)
 MIXTRAL = load_model_facts("mixtral-8x7b", allow_download=False)
 GPT_OSS = load_model_facts("openai/gpt-oss-20b", allow_download=False)
@@ -59,12 +59,12 @@ def sharing(strategy: str, gpus: int = 8, **changes: object) -> TrainingSetup:
 
 
 def test_adapters_of_experts_are_those_that_peft_makes() -> None:
-    """r = 16 on hidden size 4096: attention of 4096 and 1024, a router of 8, eight experts whose fused gate and way
-    up answer to two names, and so have twice the rank."""
+    """r = 16 on hidden size 4096: attention of 4096 and 1024, a router of 8, and eight experts whose fused gate and up
+    projection matches two names and therefore has twice the rank."""
     attention = 16 * (2 * (4096 + 4096) + 2 * (4096 + 1024))
     router, fused, down = 16 * (4096 + 8), 32 * (4096 + 28672), 16 * (14336 + 4096)
     assert trained_params(MIXTRAL, LORA) == 32 * (attention + router + 8 * (fused + down))
-    # A token passes through two of the eight; a multiply-add counts as two.
+    # A token passes through two of the eight experts; a multiply-add counts as two FLOPs.
     flops = hardware_flops_per_token(MIXTRAL, LORA)
     assert flops.adapters == 2 * 32 * (attention + router + 2 * (fused + down))
     ranks = {item.name: adapter_rank(item, LORA.lora) for item in MIXTRAL.layers[0].linears}
@@ -102,11 +102,11 @@ def test_a_head_and_an_embedding_that_are_tied_are_trained_whole_as_two_copies()
     for names, copies in (((), 0), (("lm_head",), 1), (("embed_tokens", "lm_head"), 2), (("lm_head", "lm_head"), 1)):
         setup = replace(LORA, lora=LoraSetup(16, ("q_proj",), full_modules=names))
         assert trained_params(LLAMA, setup) == 16 * 16 * (2048 + 2048) + copies * table
-    # The head's weight has a gradient then: 2 FLOPs more for each of its weights.
+    # The head's weight then has a gradient: 2 more FLOPs for each of its weights.
     whole = replace(LORA, lora=LoraSetup(full_modules=("lm_head",)))
     more = hardware_flops_per_token(LLAMA, whole).backward - hardware_flops_per_token(LLAMA, LORA).backward
     assert more == 2 * table
-    # Where all weights learn, adapters that would have been beside them change nothing.
+    # With all weights trained, settings for adapters change nothing.
     full = TrainingSetup()
     assert hardware_flops_per_token(LLAMA, replace(full, lora=whole.lora)) == hardware_flops_per_token(LLAMA, full)
     assert trained_params(LLAMA, replace(full, lora=whole.lora)) == N
@@ -124,7 +124,7 @@ def test_a_quantised_base_travels_in_four_bits_and_is_shared_in_them() -> None:
     setup = sharing("fsdp2", method="qlora")
     trained, rest = trained_params(LLAMA, setup), N - LINEARS
     assert quantised_weights(LLAMA) == LINEARS
-    # 4.127 bits for each weight of the linears; embedding and norms in 16 bits.
+    # 4.127 bits for each weight of the linear layers; embedding and norms in 16 bits.
     assert gathered_weight_bytes(LLAMA, setup) == pytest.approx(LINEARS * 4.127 / 8 + 2 * (rest + trained))
     kept = state_bytes(LLAMA, setup)
     assert kept.weight_bytes == pytest.approx((4 * trained + LINEARS * NF4_DOUBLE_BYTES + 2 * rest) / 8)
@@ -135,7 +135,7 @@ def test_a_quantised_base_travels_in_four_bits_and_is_shared_in_them() -> None:
 
 
 def test_dequantising_reads_four_bits_and_writes_and_reads_sixteen() -> None:
-    """4.6 B for each quantised weight and pass: forward, backward, and once more where layers are recomputed."""
+    """4.6 B for each quantised weight and pass: forward, backward, and once more if layers are recomputed."""
     for policy, passes in (("none", 2), ("full", 3), ("every_2", 2.5)):
         times = [
             micro_batch_time(LLAMA, TrainingSetup(method=method, checkpointing=policy), A100.gpu).memory_seconds
@@ -149,7 +149,7 @@ def test_dequantising_reads_four_bits_and_writes_and_reads_sixteen() -> None:
 
 
 def test_kernels_that_the_host_launches() -> None:
-    """51 a layer, 14 more under autocast, 7 an adapter, 6 a dequantised matrix, at 14 µs; passes by policy."""
+    """51 per layer, 14 more under autocast, 7 per adapter, 6 per dequantised matrix, at 14 µs; passes by policy."""
     query = {"method": "lora", "lora": LoraSetup(4, ("q_proj",))}
     for changes, kernels, passes, compiled_passes in (
         ({"checkpointing": "none"}, 65, 3, 3),
@@ -193,7 +193,7 @@ def test_gpu_and_host_wait_for_each_other_where_they_are_close() -> None:
     ("card", "products", "attention"),
     [
         ("A100-80GB", 0.75, 0.43), ("H100", 0.62, 0.26), ("B200", 0.5, 0.26), ("MI300X", 0.28, 0.43),
-        # Power to spare, and half as many products for each fp32 unit: near the peak in both.
+        # Power to spare and half as many products per fp32 unit: near the peak for both.
         ("RTX 4090", 0.96, 0.86), ("RTX 5090", 0.97, 0.86), ("H20", 0.96, 0.80),
         # Little power for their peak.
         ("L4", 0.58, 0.51), ("L40S", 0.68, 0.58), ("V100 32GB", 0.75, 0.55), ("GH200", 0.62, 0.26),
@@ -206,7 +206,7 @@ def test_shares_of_the_peak(card: str, products: float, attention: float) -> Non
 
 
 def test_cards_of_unknown_power_have_their_architectures_share() -> None:
-    """0.75 × (700 W / 989.4 TFLOP/s over 400 / 312) ^ ⅓, and the fitted constants without watts or peaks."""
+    """0.75 × (700 W / 989.4 TFLOP/s over 400 / 312) ^ ⅓, and the fitted constants if watts or peaks are unknown."""
     h100 = find_gpu("H100 SXM")
     assert EFFICIENCY.matmul_fraction(h100) == pytest.approx(0.75 * (700 / 989.4 / (400 / 312)) ** (1 / 3))
     assert EFFICIENCY.matmul_fraction(replace(h100, watts=None)) == 0.62
@@ -215,7 +215,7 @@ def test_cards_of_unknown_power_have_their_architectures_share() -> None:
 
 
 def test_traffic_of_a_layer_is_its_kernels() -> None:
-    """Llama: two RMS norms of six kernels, two sums, rotation of 40 heads of 64, SwiGLU; GPT-2 has other kernels."""
+    """Llama: two RMS norms of six kernels, two additions, RoPE on 40 heads of 64, SwiGLU; GPT-2 has other kernels."""
     layer, hidden, width = LLAMA.layers[0], 2048, LLAMA.intermediate_size
     plain = TrainingSetup(precision="bf16_true", loss="full")
     rotated = 64 * (LLAMA.num_heads + LLAMA.num_kv_heads)
@@ -256,13 +256,13 @@ def test_on_the_processor_nothing_is_added_to_tensors() -> None:
     assert processor.low_bytes == pytest.approx(0.88 * processor.peak_bytes)
     assert card.device_bytes > card.reserved_bytes > card.peak_bytes
     watched = predict_memory(LLAMA, setup, is_cuda=False, is_tracked=True)
-    # The tied head's gradient and the embedding's are added out of place: one more copy in fp32.
+    # The tied head's and embedding's gradients are added out of place, which takes one more fp32 copy.
     more = watched.step.backward_bottom_bytes - processor.step.backward_bottom_bytes
     assert more == pytest.approx(4 * LLAMA.embedding_params, rel=0.01)
 
 
 def test_inputs_of_layers_in_host_memory() -> None:
-    """16 inputs of 2 × 1000 tokens of 2048 values; a card's pinned blocks are powers of two."""
+    """16 inputs of 2 × 1000 tokens with 2048 values; a GPU's pinned blocks are powers of two."""
     setup = TrainingSetup(checkpointing="offload", micro_batch_size=2, sequence_length=1000)
     block = 2 * 1000 * 2048 * 4
     for is_cuda, size in ((True, 2**24), (False, block)):
@@ -272,12 +272,12 @@ def test_inputs_of_layers_in_host_memory() -> None:
     states = state_bytes(LLAMA, lora).host_bytes
     assert predict_memory(LLAMA, lora).host_bytes == 16 * 2**23 + states, "frozen weights' inputs have 16 bits"
     shared = replace(setup, parallel=ParallelSetup("fsdp2", 2, sequence_parallel=2, offload_params="cpu"))
-    # FSDP2 casts to 16 bits, and each rank has half of the tokens.
+    # FSDP2 casts to 16 bits, and each rank has half the tokens.
     assert predict_memory(LLAMA, shared).host_bytes == 16 * 2**22 + state_bytes(LLAMA, shared).host_bytes
 
 
 def test_kinds_of_attention_take_turns_and_dense_layers_come_before_experts() -> None:
-    """Four layers with a window and two without: at 1/8, 3/8, 5/8, 7/8 and at 1/4, 3/4 of the way."""
+    """Four layers with a window and two without: at 1/8, 3/8, 5/8, 7/8 and at 1/4, 3/4 of the depth."""
     layer = LLAMA.layers[0]
     turns = replace(LLAMA, layers=(replace(layer, count=4, sliding_window=64), replace(layer, count=2)))
     assert stage_layers(turns, 1024, 6) == ((0,), (1,), (0,), (0,), (1,), (0,))
@@ -287,18 +287,18 @@ def test_kinds_of_attention_take_turns_and_dense_layers_come_before_experts() ->
 
 
 def test_answers_are_written_beside_their_keys_and_values() -> None:
-    """Of 8 answers of 448 tokens to prompts of 64: 16 layers, 8 key heads of 64, keys and values in 16 bits."""
+    """8 answers of 448 tokens to prompts of 64: 16 layers, 8 key heads of 64, keys and values in 16 bits."""
     setup = replace(sharing("zero3", 8, method="lora"), generation=GenerationSetup(8, 64, 448))
     phases = {phase.name: dict(phase.terms) for phase in predict_memory(LLAMA, setup).phases}
     writing = phases["generation"]
     assert writing["key-value cache"] == pytest.approx(8 * (64 + 448) * 16 * 2 * 8 * 64 * 2, rel=0.01)
-    # TRL gathers what the other seven cards hold, for as long as it generates.
+    # During generation, TRL gathers the weights held by the other seven GPUs.
     assert writing["gathered weights"] == pytest.approx(2 * N - writing["weights"])
     assert "generation" not in {phase.name for phase in predict_memory(LLAMA, sharing("zero3", 8)).phases}
 
 
 def test_vllm_holds_its_share_of_the_card_beside_the_training() -> None:
-    """20 GB of it: always, or where it sleeps while answers are written; nothing where it is a server elsewhere."""
+    """20 GB: always, or only during generation if it sleeps; nothing if it is a server elsewhere."""
     setup = replace(sharing("zero3", 8), generation=GenerationSetup(8, 64, 448))
     alone = predict_memory(LLAMA, setup)
     held, asleep, server = (
@@ -321,14 +321,14 @@ def test_vllm_holds_its_share_of_the_card_beside_the_training() -> None:
 
 
 def test_layers_are_walked_once_for_all_settings_that_leave_their_tensors_alone() -> None:
-    """The search asks for hundreds of them."""
+    """The search asks for hundreds of such settings."""
     setup = TrainingSetup(micro_batch_size=3, sequence_length=333)
     predict_memory(LLAMA, setup)
     walked = _walk.cache_info().misses
     for changes in ({"accumulation": 8}, {"optimizer": "sgd"}, {"parallel": ParallelSetup("ddp", 8)}):
         predict_memory(LLAMA, replace(setup, **changes))
     assert _walk.cache_info().misses == walked
-    predict_memory(LLAMA, replace(setup, parallel=ParallelSetup("fsdp2", 8)))  # casts what the layers get
+    predict_memory(LLAMA, replace(setup, parallel=ParallelSetup("fsdp2", 8)))  # casts the layers' inputs
     assert _walk.cache_info().misses > walked
 
 
@@ -358,7 +358,7 @@ def test_a_loader_is_waited_for_only_where_it_is_the_slower_one() -> None:
 @given(st.sampled_from([1, 2, 3, 8]), st.sampled_from([128, 1000, 4096]), st.sampled_from(["full", "lora", "qlora"]))
 @example(1, 1, "full")
 def test_rows_cost_what_their_tokens_cost(rows: int, length: int, method: str) -> None:
-    """Products and logits grow with the rows of a micro-batch; what weights cost does not."""
+    """Matrix products and logits grow with the rows of a micro-batch; the cost of the weights does not."""
     setup = TrainingSetup(method=method, sequence_length=length, micro_batch_size=1)
     one, many, twice = (
         micro_batch_time(LLAMA, replace(setup, micro_batch_size=count), A100.gpu) for count in (1, rows, 2 * rows)

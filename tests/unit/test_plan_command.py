@@ -1,4 +1,4 @@
-"""`accel-scale plan` as a user runs it: tables, JSON, exit statuses, and one clear line for what is wrong."""
+"""`accel-scale plan` as a user runs it: tables, JSON, exit statuses, and one clear line for each mistake."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def small(tmp_path: Path) -> str:
 
 
 def plan(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """(exit status, stdout, stderr)."""
+    """Returns (exit status, stdout, stderr)."""
     try:
         status = main(["plan", *words])
     except SystemExit as stop:
@@ -94,7 +94,7 @@ def test_nothing_fits_names_the_nearest_miss_and_what_would_help(capsys):
     assert re.search(r"Nothing fits\. Nearest: one GPU, full, 9\d\.\d ± \d+\.\d GiB per GPU: \d+ GiB > 23\.5 GiB", out)
     assert "would fit: --method lora" in out
     assert as_json(*words, capsys=capsys)["status"] == 1
-    # What is said to fit does.
+    # The setting that is said to fit does fit.
     assert plan(*words, "--method", "lora", capsys=capsys)[0] == 0
 
 
@@ -215,7 +215,7 @@ def test_lengths_make_padded_rows_shorter_and_packed_attention_cheaper(small):
     assert (filled.sequence_length, filled.document_length) == (2048, 150.0)
     step = search(packed).best.time.step_seconds
     assert search(filled).best.time.step_seconds < step
-    # Padding is no progress: fewer tokens per second although shorter rows take less time.
+    # Padding is not progress: fewer tokens per second, although shorter rows take less time.
     assert search(measured).best.time.tokens_per_second < search(filled).best.time.tokens_per_second
 
 
@@ -278,7 +278,7 @@ def test_help_is_fast_and_loads_no_torch(small):
         before = cpu_seconds_of_children()
         subprocess.run([sys.executable, "-c", code, "plan", "--help"], capture_output=True, check=True)
         seconds.append(cpu_seconds_of_children() - before)
-    # Time on the processor is the time on the clock of a machine that does nothing else.
+    # CPU time equals wall time on a machine that does nothing else.
     assert min(seconds) < 0.3
 
 

@@ -1,4 +1,4 @@
-"""The longest row, the largest batch, the cheapest machine, what a change does, and answering with the result."""
+"""The longest row, the largest batch, the cheapest machine, the effect of a change, and inference with the result."""
 
 from __future__ import annotations
 

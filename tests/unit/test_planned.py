@@ -1,4 +1,4 @@
-"""The planner inside the recipe: what it makes of the settings, what it refuses, what it chooses."""
+"""The planner inside the recipe: how it reads the settings, what it refuses, what it chooses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FLAG_CLASSES = (ScriptArguments, RecipeSFTConfig, RecipeModelConfig, ScaleArgume
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Llama 3.1 8B's configuration and nothing else."""
+    """Llama 3.1 8B's configuration without weights."""
     folder = tmp_path_factory.mktemp("llama")
     (folder / "config.json").write_text(json.dumps(catalogue_config("meta-llama/Llama-3.1-8B")))
     return folder
@@ -87,7 +87,7 @@ def test_every_change_it_names_fits(model: Path, length: int) -> None:
     changes = [text.split(" (")[0] for text in rest.split(", or ")]
     assert 1 <= len(changes) <= 3
     for change in changes:
-        if change.startswith("--"):  # others are launch files
+        if change.startswith("--"):  # other changes are launch files
             method = "" if "--method" in change else "--method lora"
             plan, _ = planned(model, f"{flags} {method} {first} {change}")
             assert plan is not None
@@ -97,7 +97,7 @@ def test_every_change_it_names_fits(model: Path, length: int) -> None:
 def test_a_laptop_plans_for_what_the_card_would_run(model: Path) -> None:
     plan, _ = planned(model, "--plan_gpu 4090 --method qlora --per_device_train_batch_size 1")
     assert plan is not None
-    # This CPU has no bf16 of its own and checkpoints nothing; the card would.
+    # This CPU has no native bf16 and uses no checkpointing; the GPU would.
     assert (plan.setup.precision, plan.setup.checkpointing) == ("bf16", "full")
     assert plan.here is not None
     assert (plan.here.precision, plan.here.checkpointing) == ("fp32", "none")

@@ -1,6 +1,6 @@
-"""The planner's bytes of every family, as they stood when slow tests last measured real passes: a change is noticed.
+"""The planner's bytes for every family, as of the last slow tests that measured real passes: catches any change.
 
-Where a change is meant: `python tests/unit/test_planned_bytes.py` writes the table anew, and
+For an intended change, `python tests/unit/test_planned_bytes.py` rewrites the table, and
 `pytest tests/unit/test_activations.py tests/unit/test_planner_accuracy.py` measures whether it is right.
 """
 
@@ -24,7 +24,7 @@ from accel_scale.planning.models.training_setup import LoraSetup, ParallelSetup,
 from accel_scale.planning.tape.activations import step_bytes
 
 TABLE = Path(__file__).with_name("planned_bytes.json")
-# Each with a card's kernels and on the CPU.
+# Each with a GPU's kernels and on the CPU.
 LINEARS = ("llama", "gpt2", "qwen3_moe", "gpt_oss", "deepseek_v3")
 QUANTISED = replace(LORA, method="qlora", sequence_length=128)
 BF16 = replace(PLAIN, precision="bf16", checkpointing="full")
@@ -55,7 +55,7 @@ MORE_SETUPS = {
 
 
 def cases(architecture: str) -> Iterator[tuple[str, dict, TrainingSetup, bool]]:
-    """(name, fields of the configuration, setup, whether CUDA's kernels run)."""
+    """Yields (name, configuration fields, setup, whether CUDA's kernels run)."""
     setups = dict(FAMILY_SETUPS)
     setups |= LLAMA_SETUPS | LONG_SETUPS if architecture == "llama" else {}
     if architecture in LINEARS:
@@ -77,7 +77,7 @@ def cases(architecture: str) -> Iterator[tuple[str, dict, TrainingSetup, bool]]:
 
 
 def planned(architecture: str) -> dict[str, list[int]]:
-    """The six figures of `StepBytes` for each case; none where it is refused."""
+    """The six values of `StepBytes` for each case; an empty list if it is refused."""
     found = {}
     for name, fields, setup, is_cuda in cases(architecture):
         found[name] = _figures(_facts(architecture, **fields), setup, is_cuda=is_cuda, is_tracked=True)
@@ -85,7 +85,7 @@ def planned(architecture: str) -> dict[str, list[int]]:
 
 
 def planned_in_detail(architecture: str) -> dict[str, list[int]]:
-    """The same of more setups, with nobody who watches, and of the stages of a pipeline."""
+    """The same for more setups without a memory tracker, and for the stages of a pipeline."""
     found, facts = {}, _facts(architecture)
     attention = {"attention": "eager"} if architecture in EAGER_ONLY else {}
     for name, setup in MORE_SETUPS.items():

@@ -1,4 +1,4 @@
-"""``--checkpointing_policy auto``: the fastest that the plan says fits, on cards that are not here."""
+"""``--checkpointing_policy auto``: the fastest policy that fits according to the plan, on GPUs that are not here."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A model's configuration and nothing else."""
+    """Writes a model's configuration without weights."""
     root = tmp_path_factory.mktemp("models")
 
     def write(model: str) -> Path:
@@ -71,7 +71,7 @@ def settled(folder: Path, flags: str, *, device: Device = GPU, settle: bool = Tr
         ("135M", "24GiB", "none"),
         ("0.6B", "24GiB", "selective"),
         ("0.6B", "RTX4090", "selective"),
-        ("0.6B", "RTX5090", "every_2"),  # where the host would be late with `selective`
+        ("0.6B", "RTX5090", "every_2"),  # with `selective` the host would be the bottleneck
         ("0.6B", "A100-80GB", "none"),
         ("qlora 8B", "12GiB", "full"),
         ("qlora 8B", "24GiB", "selective"),
@@ -81,7 +81,7 @@ def settled(folder: Path, flags: str, *, device: Device = GPU, settle: bool = Tr
     ],
 )
 def test_the_fastest_that_fits_is_chosen_and_said(folder: Any, model: str, card: str, policy: str) -> None:
-    """The one that recomputes least, where a card is known by its memory only."""
+    """If only the memory of the GPU is known, the choice is the policy that recomputes least."""
     why = "the least that fits" if card.endswith("GiB") else "the fastest that fits"
     name, flags = MODELS[model]
     settings, lines = settled(folder(name), f"{flags} --plan_gpu {card}")
@@ -90,7 +90,7 @@ def test_the_fastest_that_fits_is_chosen_and_said(folder: Any, model: str, card:
     assert len(lines) == 1
     assert lines[0].startswith(f"checkpointing: {policy}, {why}: predicted ")
     assert settings.sources["checkpointing_policy"].startswith(f"planned: {why}, predicted ")
-    # On a laptop that plans for the card, the card gets it too.
+    # On a laptop that plans for this GPU, the planned run gets the same policy.
     here, lines = settled(folder(name), f"{flags} --plan_gpu {card}", device=CPU)
     assert (str(here.checkpointing), str(here.on_card and here.on_card.checkpointing)) == ("none", policy)
     assert len(lines) == 1
@@ -156,14 +156,14 @@ def test_a_run_that_goes_on_keeps_its_policy(folder: Any, tmp_path: Path) -> Non
         3, world_size=1, strategy="single", layout="whole", stopped_by=None, settings={**record, "seed": 42}
     )
     write_manifest(checkpoint, manifest)
-    flags += " --plan_gpu 24GiB"  # where it would recompute nothing
+    flags += " --plan_gpu 24GiB"  # a fresh run would recompute nothing here
     for how in ("", f"--resume_from_checkpoint {checkpoint}"):
         after, (line,) = settled(folder(name), f"{flags} --output_dir {tmp_path} {how}")
         assert str(after.checkpointing) == "selective"
         assert line == "checkpointing: selective, as the run that goes on has it"
     fresh, _ = settled(folder(name), f"{flags} --output_dir {tmp_path} --resume_from_checkpoint no")
     assert str(fresh.checkpointing) == "none"
-    # What the user sets otherwise is no other run.
+    # A policy or seed that the user changes does not make it a different run.
     assert differences(record, meaning_of({**before.values, "checkpointing_policy": "full"})) == []
     assert differences(record, meaning_of({**before.values, "seed": 7})) == []
 

@@ -1,13 +1,13 @@
-"""What the planner chooses and refuses, and why, for many requests: a change of its answers is noticed.
+"""The planner's choices and refusals, with reasons, for many requests: catches any change of its answers.
 
-The table is a snapshot. `python tests/unit/test_planned_choices.py` writes it anew, and each line of its difference is
-judged by what the change is about:
+The table is a snapshot. `python tests/unit/test_planned_choices.py` rewrites it; judge each line of the diff by
+the purpose of the change:
 
-- A setting moves up only where its predicted step became shorter, or where it is the simplest within 3 %.
-- A setting disappears only where it no longer fits or cannot run, and the reason given for it is true.
-- A line whose model, card and flags the change does not concern is a defect, however small.
+- A setting moves up only if its predicted step became shorter, or if it is the simplest within 3 %.
+- A setting disappears only if it no longer fits or cannot run, and the stated reason is true.
+- A changed line whose model, GPU and flags are unrelated to the change is a defect, however small.
 
-That settings fit, keep the batch and come fastest first is tested beside it, whatever the table says.
+Separate tests check that settings fit, keep the batch and come fastest first, whatever the table says.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def planned(name: str) -> Plan:
 
 
 def chosen(name: str) -> list[str]:
-    """A line for each candidate, the best first, and for each strategy that is refused."""
+    """One line for each candidate, best first, and one for each strategy that is refused."""
     plan = planned(name)
     lines = [f"{plan.num_considered} considered"]
     for candidate in plan.candidates:
@@ -132,7 +132,7 @@ def test_the_choices_are_those_of_the_table(name: str) -> None:
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_what_is_chosen_fits_keeps_the_batch_and_comes_fastest_first(name: str) -> None:
-    """Of settings within 3 % of the fastest the simplest comes first."""
+    """Among settings within 3 % of the fastest, the simplest comes first."""
     plan = planned(name)
     asked, waiting = plan.request, [candidate.time for candidate in plan.candidates]
     for candidate in plan.candidates:

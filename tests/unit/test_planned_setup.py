@@ -1,4 +1,4 @@
-"""Flags, launches and cards in the planner's terms, one by one: what each flag comes to in a plan."""
+"""How flags, launches and GPUs translate into the planner's terms, one by one."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_launches_in_the_planners_terms(strategy: dict, expected: ParallelSetup)
         ({"dp_shard": 2, "tp": 2, "fsdp": True}, ParallelSetup("fsdp2", 4, 4, tensor_parallel=2)),
         ({"dp_replicate": 2, "dp_shard": 2, "tp": 2, "fsdp": True},
          ParallelSetup("fsdp2", 8, 4, num_replicas=2, tensor_parallel=2)),
-        # One shard is a replica, and one gradient alone is nobody's.
+        # With one shard, the ranks are replicas; with one replica too, no gradients are reduced.
         ({"dp_replicate": 2, "tp": 2, "fsdp": True}, ParallelSetup("ddp", 4, 4, tensor_parallel=2)),
         ({"tp": 2, "fsdp": True}, ParallelSetup("single", 2, 4, tensor_parallel=2)),
         ({"sp": 2, "fsdp": True}, ParallelSetup("fsdp2", 2, 4, sequence_parallel=2)),
@@ -212,7 +212,7 @@ def test_models_that_ranks_share(layout: dict, expected: ParallelSetup) -> None:
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server with 96 GiB of its own and four cards of 40."""
+    """A server with 96 GiB of host memory and four GPUs of 40 GB."""
     local = Machine(find_gpu("A100-40GB"), num_gpus=4)
     monkeypatch.setattr(hardware, "host_memory_bytes", lambda: 96 * GIB)
     monkeypatch.setattr(hardware, "detect_local", lambda: local)
@@ -220,7 +220,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("host")
 def test_what_a_run_is_planned_for() -> None:
-    """The card that was named, else the one that is here, else each process's share of the host's memory."""
+    """The named GPU, else the one in this machine, else each process's share of the host's memory."""
     for flags, facts, name, memory, host_bytes, is_cuda, is_here in (
         ("--plan_gpu H100", GPU, "H100 SXM", None, None, True, False),
         ("--plan_gpu H100", LaunchFacts(), "H100 SXM", None, None, True, False),

@@ -1,6 +1,6 @@
-"""The planner's seconds and bytes of many setups, as they last met published runs: a change is noticed.
+"""The planner's seconds and bytes for many setups, as last checked against published runs: catches any change.
 
-Where a change is meant: `python tests/unit/test_planned_times.py` writes the table anew, and
+For an intended change, `python tests/unit/test_planned_times.py` rewrites the table, and
 `pytest tests/unit/test_timing.py tests/unit/test_memory_terms.py tests/unit/test_planner_accuracy.py` measures whether
 it is right.
 """
@@ -28,7 +28,7 @@ from accel_scale.planning.models.training_setup import GenerationSetup, LoraSetu
 
 TABLE = Path(__file__).with_name("planned_times.json")
 PLAIN = TrainingSetup(precision="bf16", micro_batch_size=2, sequence_length=4096, accumulation=3)
-# Of the last two, which have latent attention beside shared experts, learned positions and plain MLPs, no shared ones.
+# The last two (latent attention and shared experts; learned positions and plain MLPs) run no shared setups.
 PARTS = [
     *itertools.product(("llama", "windows", "experts"), ("seconds", "bytes", "shared, seconds", "shared, bytes")),
     *itertools.product(("latent", "gpt2"), ("seconds", "bytes")),
@@ -103,7 +103,7 @@ def setups() -> Iterator[tuple[str, TrainingSetup]]:
             variants = {"sync_each_batch": True, "reduce_dtype": "bf16"}
             for name, value in variants.items():
                 yield f"{_name(changes)}, {name}", replace(PLAIN, parallel=parallel, **{name: value})
-    for name in ("ddp", "fsdp2", "zero3"):  # one server, of which not all cards
+    for name in ("ddp", "fsdp2", "zero3"):  # one server, not all of its GPUs
         yield f"{name} on 4", replace(PLAIN, parallel=ParallelSetup(strategy=name, num_gpus=4))
     for name in ("zero1", "zero2", "zero3", "fsdp2", "ddp"):
         yield f"{name} on 1", replace(PLAIN, parallel=ParallelSetup(strategy=name))
@@ -122,7 +122,7 @@ def models() -> dict[str, ModelFacts]:
 
 
 def planned(model: str, kind: str) -> dict[str, list[float]]:
-    """Times or bytes of each case; none where it is refused."""
+    """Times or bytes of each case; an empty list if it is refused."""
     facts, found = models()[model], {}
     for index, (name, setup) in enumerate(setups()):
         is_shared = setup.parallel != ParallelSetup()

@@ -1,4 +1,4 @@
-"""The planner's scoreboard on published measurements is as good as the committed one."""
+"""The planner's score on published measurements is as good as the committed one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_hugging_face_stacks_are_predicted_well(boards):
     for source, figures in now["hf"].items():
         assert figures["median_error"] <= 0.10, source
     assert now["all_hf"]["dangerous"] <= 0.03
-    # Better than what those stacks' own estimators say of the same rows.
+    # Better than the estimators of those stacks do on the same rows.
     assert now["all_hf"]["median_error"] < now["all_hf"]["accelerate_median_error"] / 3
     assert now["all_hf"]["median_error"] < now["all_hf"]["deepspeed_median_error"] / 3
 

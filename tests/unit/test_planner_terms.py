@@ -1,4 +1,4 @@
-"""The planner's terms by hand: what a rank holds where strategies offload, and what it sends, waits for and steps."""
+"""Planner terms checked by hand: what a rank holds with offloading, and what it sends, waits for and steps."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def states(strategy: str, gpus: int = 8, **parallel: object):
 
 
 def test_deepspeeds_offloaded_optimizer_pins_masters_gradients_and_states() -> None:
-    """On the host 4 B of masters, 4 B of gradients, 8 B of Adam's moments for each parameter of a rank."""
+    """On the host: 4 B of masters, 4 B of gradients and 8 B of Adam's moments for each parameter of a rank."""
     kept = states("zero2", 1, offload_optimizer="cpu")
     assert kept.host_bytes == 16 * N
     assert kept.weight_bytes == 2 * N
     assert (kept.master_bytes, kept.gradient_bytes, kept.optimizer_bytes, kept.update_bytes) == (0, 0, 0, 0)
     assert states("zero1", 1, offload_optimizer="cpu").gradient_bytes == 2 * N
-    # Of NVMe three buffers of 12 B for each parameter of a sub-group of a billion.
+    # With NVMe, three buffers of 12 B for each parameter of a sub-group of a billion.
     assert states("zero3", 1, offload_optimizer="nvme").host_bytes == 36e9
     assert states("zero3", 4, offload_optimizer="nvme").host_bytes == 36 * N / 4
 
@@ -66,12 +66,12 @@ def test_offloaded_weights_leave_the_card_and_lie_on_the_host() -> None:
     assert fsdp.host_bytes == 16 * N / 2  # fp32 weights, gradients and two moments of a rank
     card = fsdp.weight_bytes + fsdp.master_bytes + fsdp.gradient_bytes + fsdp.optimizer_bytes + fsdp.update_bytes
     assert card == 0
-    # Eight ranks hold less than rank 0 loads: the whole model in fp32.
+    # Eight ranks hold less than rank 0 loads, which is the whole model in fp32.
     assert states("fsdp2", 8, offload_params="cpu").host_bytes == 4 * N
 
 
 def test_an_offloaded_step_needs_its_copies_on_the_host_too() -> None:
-    """FSDP's optimizer steps where the states are: torch's foreach Adam makes a copy of what it updates."""
+    """FSDP's optimizer steps where the states are, and torch's foreach Adam copies what it updates."""
     setup = sharing("fsdp2", 2, offload_params="cpu")
     for name in ("adamw_torch_fused", "adamw_torch", "adagrad"):
         facts = optimizer_facts(name)
@@ -84,11 +84,11 @@ def test_an_optimizer_on_the_host_leaves_weights_and_gradients_on_the_card() -> 
     setup = TrainingSetup(optimizer="adamw_cpu_offload")
     kept = state_bytes_of(LLAMA, setup)
     assert (kept.weight_bytes, kept.gradient_bytes, kept.optimizer_bytes) == (4 * N, 4 * N, 0)
-    assert kept.host_bytes == (8 + 8) * N  # two moments, and gradients and weights on their way
+    assert kept.host_bytes == (8 + 8) * N  # two moments, plus gradients and weights in transit
 
 
 def test_zero_steps_on_fp32_copies_of_its_part_of_the_gradients() -> None:
-    """And on these in one piece in 16 bits, which they are made of."""
+    """The copies are made from these gradients in 16 bits as one piece, which is held too."""
     assert states("zero1").update_bytes == 6 * N / 8
     assert states("zero2", 1).update_bytes == 6 * N
     assert states("zero3", 1).update_bytes == 6e9  # a sub-group of a billion at a time
@@ -98,7 +98,7 @@ def test_zero_steps_on_fp32_copies_of_its_part_of_the_gradients() -> None:
 
 
 def test_frozen_weights_are_four_bits_and_their_constants() -> None:
-    """64 weights share an fp32 maximum; with double quantisation an 8-bit one, of which 256 share an fp32 one."""
+    """64 weights share an fp32 maximum; with double quantisation an 8-bit one, 256 of which share an fp32 one."""
     assert NF4_BYTES == (64 / 2 + 4) / 64
     assert abs(NF4_DOUBLE_BYTES - (64 / 2 + 1 + 4 / 256) / 64) < 1e-12
     for double, each in ((True, NF4_DOUBLE_BYTES), (False, NF4_BYTES)):
@@ -120,17 +120,17 @@ def test_buckets_of_replicas_and_of_deepspeed() -> None:
     assert ddp == Transfers(bucket_bytes=4 * N, last_bucket_bytes=4 * N, step_bucket_bytes=4 * N)
     one, two, three = (transfers(LLAMA, sharing(name, 8)) for name in ("zero1", "zero2", "zero3"))
     for found in (one, two, three):
-        assert found.bucket_bytes == 2 * 2 * 5e8  # a buffer, and the copy of it that is reduced
-    assert one.last_bucket_bytes == 2 * 2 * 5e8 + 2 * N / 8  # the rank's part, beside gradients that stay whole
+        assert found.bucket_bytes == 2 * 2 * 5e8  # a buffer, and its copy that is reduced
+    assert one.last_bucket_bytes == 2 * 2 * 5e8 + 2 * N / 8  # the rank's part, next to gradients that stay whole
     assert two.last_bucket_bytes == three.last_bucket_bytes == 2 * 2 * 5e8
     assert (one.step_bucket_bytes, two.step_bucket_bytes, three.step_bucket_bytes) == (0, 0, 2 * 5e8)
-    small = 16 * 2 * 2048 + 2048  # norms, which are not split
-    live = min(LLAMA.layer_params - small, 1e9) + 5e7  # those ahead come through a buffer
+    small = 16 * 2 * 2048 + 2048  # norms, which are not sharded
+    live = min(LLAMA.layer_params - small, 1e9) + 5e7  # prefetched parameters come through a buffer
     assert three.gathered_bytes == three.first_gathered_bytes == 2 * (live + small + LLAMA.embedding_params)
     assert one.gathered_bytes == two.gathered_bytes == 0
     lora = replace(sharing("zero2", 8), method="lora")
     few = trained_params(LLAMA, lora)
-    assert transfers(LLAMA, lora).bucket_bytes == 2 * 5e8  # whole, however little will be in it
+    assert transfers(LLAMA, lora).bucket_bytes == 2 * 5e8  # whole, however little it will hold
     assert transfers(LLAMA, lora).last_bucket_bytes == 2 * 5e8 + 2 * few
     assert transfers(LLAMA, lora, fills_buffers=True).last_bucket_bytes == 2 * 2 * few
     quantised = transfers(LLAMA, replace(sharing("zero3", 8), method="qlora"))
@@ -148,7 +148,7 @@ def test_the_buffers_that_a_launch_file_names() -> None:
     assert moved("zero2", **scattered).bucket_bytes == 2 * 2 * 1e8
     assert moved("zero2", "lora", contiguous_gradients=False).bucket_bytes < 1e8
     assert moved("zero3", reduce_bucket_size=1e8, overlap_comm=True).bucket_bytes == 2 * 2 * 1e8
-    # A bucket larger than the model is reduced once, at the end; whole gradients lie in it.
+    # A bucket larger than the model is reduced once, at the end, and contains whole gradients.
     assert moved("zero1", reduce_bucket_size=2e9).bucket_bytes == 2 * 2e9
     assert moved("zero1", reduce_bucket_size=2e9).last_bucket_bytes == 2 * 2e9
     # `auto` is filled in from the hidden size, 2,048.
@@ -161,7 +161,7 @@ def test_the_buffers_that_a_launch_file_names() -> None:
     none_ahead = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
     layer = parameter_groups(LLAMA, sharing("zero3", 8)).largest_layer
     assert moved("zero3", **none_ahead).gathered_bytes == 2 * (layer + 33 * 2048 + LLAMA.embedding_params)
-    # Key and value matrices, 512 × 2,048, are whole up to this size, and so not gathered.
+    # Key and value matrices, 512 × 2,048, stay whole up to this size, so they are not gathered.
     assert moved("zero3", stage3_param_persistence_threshold=2**20).gathered_bytes == usual.gathered_bytes
     whole = moved("zero3", stage3_param_persistence_threshold=2**20, stage3_max_live_parameters=1e8)
     assert whole.gathered_bytes == 2 * (1e8 + 5e7 + 33 * 2048 + 16 * 2 * 512 * 2048 + LLAMA.embedding_params)
@@ -174,7 +174,7 @@ def test_the_buffers_that_a_launch_file_names() -> None:
 def test_what_fsdp_gathers_and_keeps_whole() -> None:
     layer, outside = LLAMA.layer_params / LLAMA.num_layers, N - LLAMA.layer_params
     found = transfers(LLAMA, sharing("fsdp2", 8))
-    assert found.gathered_bytes == 2 * (2 * layer + outside)  # the layer at work and the next one
+    assert found.gathered_bytes == 2 * (2 * layer + outside)  # the current layer and the next one
     assert found.first_gathered_bytes == 2 * (layer + outside)
     assert found.bucket_bytes == 2 * layer
     assert found.last_bucket_bytes == 2 * max(layer, outside)
@@ -199,9 +199,9 @@ def test_what_stages_and_shared_models_hold() -> None:
     assert found.unreduced_bytes == found.waiting_gradient_bytes == 4 * N
     assert found.unreduced_share == 1
     divided = transfers(LLAMA, sharing("fsdp2", 8, tensor_parallel=2))
-    assert divided.waiting_gradient_bytes == 4 * N  # reduced, and so kept, in fp32
+    assert divided.waiting_gradient_bytes == 4 * N  # already reduced, so kept in fp32
     replicas = transfers(LLAMA, sharing("ddp", 8, tensor_parallel=2))
-    assert replicas.bucket_bytes == 2 * layer  # torch's `replicate` goes by blocks, as FSDP2 does
+    assert replicas.bucket_bytes == 2 * layer  # torch's `replicate` works by blocks, as FSDP2 does
     assert replicas.gathered_bytes == 2 * N
 
 
@@ -214,7 +214,7 @@ def only(setup: TrainingSetup, name: str):
 
 
 def test_gradients_are_reduced_over_every_rank_that_saw_other_tokens() -> None:
-    """Ranks that share rows have other tokens of them; ranks that share a product have the same."""
+    """Ranks that share rows see different tokens of them; ranks that share a matrix product see the same."""
     assert only(sharing("ddp", 8), "gradients").workers == 8
     assert only(sharing("ddp", 8, sequence_parallel=2), "gradients").workers == 8
     divided = only(sharing("ddp", 8, tensor_parallel=2), "gradients")
@@ -233,7 +233,7 @@ def test_hybrid_shards_are_reduced_between_replicas() -> None:
 
 
 def test_stages_gather_their_weights_once_a_step() -> None:
-    """Elsewhere each micro-batch does, twice where they are dropped after the forward pass."""
+    """Without stages, each micro-batch gathers them, twice if they are dropped after the forward pass."""
     setup = replace(sharing("fsdp2", 8), accumulation=4)
     assert (only(setup, "weights").count, only(setup, "gradients").count) == (
         LLAMA.num_layers * 4 * 2,
@@ -248,7 +248,7 @@ def test_stages_gather_their_weights_once_a_step() -> None:
 
 
 def test_short_documents_in_a_packed_row_are_attended_to_faster() -> None:
-    """Every figure of the estimate follows: computing, and what of it was useful."""
+    """All figures of the estimate follow: the computation, and how much of it was useful."""
     setup = replace(sharing(), sequence_length=8192, packing=True)
     rows, documents = (predict_time(LLAMA, setup, A100, document_length=length) for length in (None, 256))
     assert documents.matmul_seconds < 0.95 * rows.matmul_seconds
@@ -261,7 +261,7 @@ def test_sizes_of_what_ranks_that_share_a_model_send() -> None:
     heads, keys, size = LLAMA.num_heads, LLAMA.num_kv_heads, LLAMA.head_dim
     setup = replace(sharing("single", 4, sequence_parallel=4), sequence_length=1024, micro_batch_size=2)
     exchange = only(setup, "sequence parallel")
-    # Queries, keys and values there, the result back, of a quarter of the row's tokens: the mean of both.
+    # Queries, keys and values one way, the result back, for a quarter of the row's tokens: the mean of both.
     sent = (heads + 2 * max(4, keys) + heads) / 2
     assert exchange.num_bytes == 2 * (2 * 1024 / 4) * sent * size
     assert exchange.count == 2 * LLAMA.num_layers * 3
@@ -271,12 +271,12 @@ def test_sizes_of_what_ranks_that_share_a_model_send() -> None:
 
 
 def test_what_computation_hides_but_for_the_edge() -> None:
-    """The last bucket of a layer of one micro-batch has nothing to hide behind, whatever the rest does."""
+    """For one micro-batch, the last bucket of a layer has nothing to overlap with, whatever the rest does."""
     setup = replace(sharing("ddp", 8), accumulation=4, sequence_length=4096)
     found = predict_time(LLAMA, setup, A100)
     assert found.communication_seconds > 0
     assert found.exposed_communication_seconds == pytest.approx(found.communication_seconds / (LLAMA.num_layers * 4))
-    # ZeRO-3 hides nothing.
+    # ZeRO-3 overlaps nothing.
     three = predict_time(LLAMA, replace(sharing("zero3", 8), sequence_length=4096), A100)
     assert three.exposed_communication_seconds == pytest.approx(three.communication_seconds)
 
@@ -309,7 +309,7 @@ def test_each_rank_steps_on_its_share() -> None:
 
 
 def test_bytes_that_a_step_moves() -> None:
-    """fp32 weights and moments read and written, gradients read by norm and update, read and written by scaling."""
+    """fp32 weights and moments are read and written; gradients are read by norm and update, and scaled in place."""
     full = TrainingSetup()
     assert optimizer_traffic_bytes(full) == 2 * 4 + 4 * 4 + 2 * 2 * 4
     assert optimizer_traffic_bytes(sharing("zero2", 2)) == 2 * 4 + 2 + 4 * 2 + 2 * 2 * 4
@@ -341,7 +341,7 @@ def test_offloaded_steps_take_what_pcie_and_host_memory_take() -> None:
 
 
 def test_kaplans_loss_by_hand() -> None:
-    """Equation 1.5 of Kaplan et al. 2020; without end of data it is (N_c/N)^α_N, their equation 1.1."""
+    """Equation 1.5 of Kaplan et al. 2020; with unlimited data it is (N_c/N)^α_N, their equation 1.1."""
     kaplan = LAWS["kaplan"]
     assert kaplan.loss(1e9, 1e22) == pytest.approx((6.4e13 / 1e9) ** 0.076, rel=1e-6)
     assert kaplan.loss(1e30, 1e10) == pytest.approx((1.8e13 / 1e10) ** 0.103, rel=1e-6)
@@ -355,7 +355,7 @@ def test_the_least_compute_of_a_loss() -> None:
     plan = plan_scaling(law, compute=1e21)
     assert plan.loss is not None
     assert compute_for_loss(law, plan.loss) == pytest.approx(1e21, rel=1e-6)
-    assert compute_for_loss(law, 1.69) is None  # its irreducible loss
+    assert compute_for_loss(law, 1.69) is None  # the law's irreducible loss
     assert compute_for_loss(LAWS["rule"], 2.0) is None
     assert plan.tokens_per_param == pytest.approx(plan.tokens / plan.params)
     assert plan_scaling("kaplan", compute=1e21).extra_compute is None
@@ -384,8 +384,8 @@ def test_what_each_phase_holds_under_each_strategy() -> None:
             assert found[name]["weights"] == kept.weight_bytes
             assert found[name]["master weights"] == kept.master_bytes
             assert found[name]["optimizer states"] == kept.optimizer_bytes
-        # Gradients of earlier micro-batches, whole where they are not reduced yet; none with one micro-batch.
-        # ZeRO-3 has one buffer for its part of them.
+        # Gradients of earlier micro-batches, whole if they are not reduced yet; none with a single micro-batch.
+        # ZeRO-3 has a buffer for its part of them.
         has_earlier = setup.accumulation > 1 or setup.parallel.strategy == "zero3"
         earlier = max(kept.gradient_bytes, moved.waiting_gradient_bytes) if has_earlier else 0
         assert found["forward and loss"]["gradients"] == earlier
@@ -454,7 +454,7 @@ def test_a_shared_model_is_built_whole_in_host_memory() -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from(["fsdp2", "zero3"]), st.sampled_from([2, 3, 8, 64]), st.sampled_from(["full", "lora", "qlora"]))
-@example("zero3", 3, "qlora")  # a number of ranks that divides nothing
+@example("zero3", 3, "qlora")  # a number of ranks that divides no tensor
 def test_shards_of_all_ranks_are_the_whole(strategy, ranks, method) -> None:
     one, many = (state_bytes_of(LLAMA, replace(sharing(strategy, n), method=method)) for n in (1, ranks))
     for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes", "master_bytes"):
@@ -467,7 +467,7 @@ def test_paged_optimizers_are_those_that_say_so() -> None:
     assert paged
 
 
-# Values per weight, their bits, and where it does not run: one accelerator, DDP, FSDP2, ZeRO, fp16, a CPU.
+# Values per weight, their bits, and where it is refused: one accelerator, DDP, FSDP2, ZeRO, fp16, a CPU.
 OPTIMIZERS = {
     "adamw_torch_fused": (2, None, ""), "adamw_torch": (2, None, ""), "adamw_torch_foreach": (2, None, ""),
     "sgd": (0, None, ""), "sgd_momentum": (1, None, ""), "adagrad": (1, None, ""), "rmsprop": (1, None, ""),

@@ -1,4 +1,4 @@
-"""`ScalePlugin`: its fields, what it refuses, and what it does to models, optimizers and schedules."""
+"""`ScalePlugin`: its fields, what it refuses, and how it changes models, optimizers and schedules."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_bad_settings_are_refused_when_the_plugin_is_made(settings, message):
 
 
 def test_messages_never_name_a_flag():
-    """Whatever is shared with the recipes speaks of fields here."""
+    """Messages of code shared with the recipes name the plugin's fields instead of flags."""
     names = {field.name for field in fields(ScalePlugin)}
     rooms = ("flags", "modeling", "optimization", "plugin", "settings", "training")
     package = Path(__file__).parents[2] / "accel_scale"
@@ -185,7 +185,7 @@ def test_schedule_is_counted_in_optimizer_steps():
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    # Eight micro-batches are two steps: half of the peak, then the peak; after them the decay begins.
+    # Eight micro-batches are two steps: half the peak, then the peak; after that the decay begins.
     assert rates == pytest.approx([0.5e-3] * 4 + [1e-3] * 4)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
     scheduler.step()
@@ -199,7 +199,7 @@ def test_learning_rate_scales_with_the_global_batch():
     )
     _, _, optimizer, _, scheduler = prepared(plugin)
     scheduler.scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(2e-2 / 100)  # the script's schedule, to the new peak
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(2e-2 / 100)  # the script's schedule, up to the new peak
 
 
 def test_adapter_is_trained_and_the_base_is_not():
@@ -269,7 +269,7 @@ def test_prepare_works_on_an_accelerator_of_ones_own():
 
 
 def test_a_launch_that_fell_apart_is_noticed(monkeypatch):
-    """Two processes, and an accelerator that was made before the plugin: each rank believes it is alone."""
+    """Two processes and an accelerator created before the plugin: each rank believes that it is alone."""
     plugin = ScalePlugin()
     monkeypatch.setattr(plugin, "launch", type(plugin.launch)(plugin.launch.parallel, None, 2, 2, 0, 0))
     with pytest.raises(ConfigError, match="2 processes, but each believes it is alone"):
@@ -277,7 +277,7 @@ def test_a_launch_that_fell_apart_is_noticed(monkeypatch):
 
 
 def bare(**loader):
-    """A loop without what most fields change."""
+    """A loop without anything that most fields change."""
     model = torch.nn.Linear(8, 8)
     return (
         model,
@@ -469,7 +469,7 @@ def _dataset(rows):
 
 @pytest.mark.parametrize(("kind", "is_refused"), [("FULL_STATE_DICT", True), ("SHARDED_STATE_DICT", False)])
 def test_whole_checkpoints_of_quantised_states_are_refused(tmp_path, kind, is_refused):
-    """What the launch says is all that matters here; that the others resume is what rehearsals show."""
+    """Only what the launch says matters here; rehearsals show that the other layouts resume."""
     from accel_scale.launching.environment import current_launch
 
     fsdp2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "WORLD_SIZE": "1", "FSDP_STATE_DICT_TYPE": kind}
@@ -493,7 +493,7 @@ def test_whole_checkpoints_of_quantised_states_are_refused(tmp_path, kind, is_re
     [
         ({}, {"global_batch_size": 8}, (8, 4)),
         ({}, {"micro_batch_size": 4}, (4, 1)),
-        ({"steps_per_generation": 4}, {"global_batch_size": 4}, (8, 4)),  # chosen: as many completions as before
+        ({"steps_per_generation": 4}, {"global_batch_size": 4}, (8, 4)),  # chosen to keep the number of completions
         ({"generation_batch_size": 8}, {"micro_batch_size": 4}, (8, 2)),
         ({"generation_batch_size": 6}, {"micro_batch_size": 4}, "is not a multiple of 4"),
         ({"num_generations": 8, "generation_batch_size": 8}, {"micro_batch_size": 8}, (8, 1)),
@@ -513,7 +513,7 @@ def test_batches_for_generation_follow_the_plugins(config, given, settings, expe
 
 
 def test_other_names_of_what_is_derived_have_not_appeared():
-    """Fields of TRL's configurations that their own `__post_init__` derives from the batch: those that are known."""
+    """Only known fields of TRL's configurations are derived from the batch by their own `__post_init__`."""
     import trl
 
     found = set()

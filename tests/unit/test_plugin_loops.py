@@ -1,4 +1,4 @@
-"""A `ScalePlugin` in a plain loop, line by line: whose batch counts, what is verified, which rates are peaks."""
+"""A `ScalePlugin` in a plain loop, line by line: which batch counts, what is verified, which rates are peaks."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _fresh_state() -> Iterator[None]:
     ("fields", "split", "sizes", "accumulation", "global_batch"),
     [
         ({"global_batch_size": 16}, False, [4], 2, 16),
-        ({"global_batch_size": 16}, True, [4], 4, 16),  # a loader's batch is that of both processes
-        ({"global_batch_size": 16}, False, [None, 4, 8], 2, 16),  # the first that has one
+        ({"global_batch_size": 16}, True, [4], 4, 16),  # the loader's batch is that of both processes
+        ({"global_batch_size": 16}, False, [None, 4, 8], 2, 16),  # the first loader that has a batch size
         ({"global_batch_size": 16, "micro_batch_size": 2}, False, [], 4, 16),
         ({"global_batch_size": 16, "micro_batch_size": 4}, False, [4], 2, 16),
         ({"micro_batch_size": 4}, False, [4], 3, 24),

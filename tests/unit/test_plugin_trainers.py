@@ -1,4 +1,4 @@
-"""A `ScalePlugin` in a trainer: what a script's own optimizer, schedule and model keep, and what is refused."""
+"""A `ScalePlugin` in a trainer: what it keeps of a script's optimizer, schedule and model, and what it refuses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _fresh_state() -> Iterator[None]:
 
 
 class Script:
-    """A script's model, its optimizer with two groups, and its schedule; and a trainer of the plugin's."""
+    """A script's model, its optimizer with two groups and its schedule, and a trainer from the plugin."""
 
     def __init__(self, folder: Path, *, given: bool = True, **fields: Any) -> None:
         self.model = Line()
@@ -57,7 +57,7 @@ class Script:
         )
 
     def train(self) -> list[dict[str, Any]]:
-        """The groups of the optimizer that has trained, and each one's rate at every step."""
+        """The groups of the trained optimizer, each with its learning rate at every step."""
         seen: list[list[float]] = []
         self.trainer.create_optimizer_and_scheduler(USUAL["max_steps"])
         inner = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
@@ -88,7 +88,7 @@ def test_a_plugin_that_says_nothing_of_optimizers_leaves_the_scripts_as_it_is(tm
         ({"learning_rate": 0.4}, torch.optim.AdamW, [(0.1, 0.4), (0.0, 0.4)]),
         ({"optimizer": "sgd_momentum"}, torch.optim.SGD, [(0.1, 0.04), (0.0, 0.02)]),
         ({"optimizer": "sgd_momentum", "weight_decay": 0.5}, torch.optim.SGD, [(0.5, 0.04), (0.0, 0.02)]),
-        # A global batch of 4 sequences on a base of 1: twice the rate.
+        # A global batch of 4 sequences for a base of 1: twice the rate.
         (
             {"scale_lr_from_batch_size": "sqrt", "lr_base_batch_size": 1},
             torch.optim.AdamW,
@@ -148,7 +148,7 @@ def test_without_an_optimizer_of_its_own_a_script_has_the_plugins(tmp_path: Path
 
 
 class Own(Trainer):
-    """A trainer class that makes its own optimizer, by the trainer's arguments or by itself."""
+    """A trainer class that creates its own optimizer, from the trainer's arguments or from its own rate."""
 
     rate: float | None = None
 
@@ -209,14 +209,14 @@ def test_trainers_that_cannot_be_scaled_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="DeepSpeed's configuration has an optimizer"):
         script.trainer.create_optimizer()
     script.plugin.optimizer = None
-    with pytest.raises(AttributeError):  # of DeepSpeed's, which is not here
+    with pytest.raises(AttributeError):  # DeepSpeed's attribute, which does not exist here
         script.trainer.create_scheduler(3)
 
 
 def test_what_fails_while_a_trainer_trains_or_saves_is_said_in_fields(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Messages that the recipes share name flags, which a script does not have."""
+    """Messages shared with the recipes name flags, which a script does not have."""
     args = TrainingArguments(str(tmp_path / "guarded"), **{**USUAL, "optim": "galore_adamw_layerwise"})
     guarded = ScalePlugin(guard="skip").trainer(Trainer)(model=Line(), args=args, train_dataset=rows({}))
     with pytest.raises(ConfigError) as refused:
@@ -319,7 +319,7 @@ def test_a_model_is_prepared_for_the_strategy_it_trains_under(
 def test_workers_that_could_not_start_are_refused_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Windows and macOS hand a pickle to each worker."""
+    """Windows and macOS pass a pickle to each worker."""
     monkeypatch.setattr("multiprocessing.get_start_method", lambda allow_none=False: "spawn")
     script = Script(tmp_path)
     script.trainer.args.dataloader_num_workers = 1

@@ -1,4 +1,4 @@
-"""Precision: agreement of recipe, launch file and device; loss scaling, bf16 and fp8 that are really there."""
+"""Precision: recipe, launch file and device agree; loss scaling, bf16 and fp8 really take effect."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_dtypes(name, weights, compute, flags):
     precision = precision_named(name)
     assert (precision.model_dtype, precision.compute_dtype) == (weights, compute)
     assert precision.trainer_flags == flags
-    # A frozen base needs no more than what is computed in; adapters are trained, so they are kept as weights are.
+    # A frozen base needs only the compute dtype; adapters are trained, so they are kept like trained weights.
     assert (precision.frozen_dtype, precision.adapter_dtype) == (compute, weights)
     assert precision.grad_scaler == (name == "fp16")
     assert bool(precision.notes) == (name == "bf16_true")
@@ -142,7 +142,7 @@ def mlp() -> torch.nn.Sequential:
 
 
 def train(precision, model, num_steps=20, learning_rate=3e-3):
-    """Losses of a plain loop in `precision`."""
+    """Losses of a plain loop in `precision`, and its optimizer."""
     torch.manual_seed(1)
     inputs, targets = torch.randn(64, 32), torch.randn(64, 16)
     model.to(precision.model_dtype)
@@ -162,7 +162,7 @@ def train(precision, model, num_steps=20, learning_rate=3e-3):
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "bf16_true", "fp8"])
 def test_training_follows_fp32(name):
-    """Every precision lowers the loss as fp32 does, and none is fp32 in disguise."""
+    """Every precision lowers the loss as fp32 does, and none is secretly fp32."""
     reference, _ = train(precision_named("fp32"), mlp())
     model = mlp()
     if name == "fp8":
@@ -180,7 +180,7 @@ def test_fp16_overflow_halves_the_scale_and_skips_the_step():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = precision.scaler("cpu")
     scales, moved = [], []
-    for factor in (1.0, 1e6, 1.0):  # the second loss has gradients above 65504, the largest fp16
+    for factor in (1.0, 1e6, 1.0):  # the second loss has gradients above 65504, the largest fp16 value
         before = model[0].weight.clone()
         with precision.autocast("cpu"):
             loss = model(torch.randn(8, 32)).float().pow(2).mean() * factor
@@ -196,7 +196,7 @@ def test_fp16_overflow_halves_the_scale_and_skips_the_step():
 
 @pytest.fixture
 def accelerator_factory():
-    """`Accelerator` in a given precision; the process-wide state is reset around it."""
+    """Makes an `Accelerator` in a given precision; the process-wide state is reset before and after."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -206,7 +206,7 @@ def accelerator_factory():
 
 
 def test_accelerate_ignores_fp16_on_a_cpu(accelerator_factory):
-    """What `enable_fp16_on_cpu` is for; when this fails, Accelerate has learnt it and the function can go."""
+    """The reason for `enable_fp16_on_cpu`; if this fails, Accelerate supports it and the function can be removed."""
     accelerator = accelerator_factory("fp16")
     assert accelerator.mixed_precision == "fp16"
     assert not accelerator.native_amp
@@ -216,7 +216,7 @@ def test_accelerate_ignores_fp16_on_a_cpu(accelerator_factory):
 def test_fp16_through_accelerate_on_a_cpu(accelerator_factory):
     accelerator = accelerator_factory("fp16")
     assert enable_fp16_on_cpu(accelerator)
-    assert not enable_fp16_on_cpu(accelerator)  # once is enough
+    assert not enable_fp16_on_cpu(accelerator)  # a second call changes nothing
     model = mlp()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     seen = []
@@ -250,7 +250,7 @@ class TestFp8:
         assert convert_to_fp8(model, emulate=True) == ["2"]
         assert [type(module) is Float8Linear for module in (model[0], model[2], model[4])] == [False, True, False]
         after = dict(model.named_parameters())
-        # An optimizer made earlier must still train them: the very same tensors, under the same names.
+        # An optimizer created earlier must still train them: the same tensors, under the same names.
         assert parameters.keys() == after.keys()
         assert all(parameters[name] is after[name] for name in parameters)
 
@@ -261,14 +261,14 @@ class TestFp8:
         output, exact = model[2](inputs), reference[2](inputs)
 
         def rounded(tensor):
-            """Per-tensor dynamic scaling to e4m3, as torchao's default recipe."""
+            """Per-tensor dynamic scaling to e4m3, like torchao's default recipe."""
             scale = torch.finfo(torch.float8_e4m3fn).max / tensor.abs().max()
             return (tensor * scale).to(torch.float8_e4m3fn).float() / scale
 
         expected = rounded(inputs) @ rounded(reference[2].weight).t() + reference[2].bias
         torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
         error = (output - exact).norm() / exact.norm()
-        assert 0.01 < error < 0.1  # 3 bits of mantissa: bf16 would be below 0.01
+        assert 0.01 < error < 0.1  # 3 mantissa bits: bf16 would be below 0.01
 
     def test_every_converted_weight_trains(self):
         model = mlp()
@@ -308,13 +308,13 @@ def test_only_fp16_scales_the_loss_and_bytes_are_those_of_torch():
 
 
 def test_only_numbers_of_training_are_cast() -> None:
-    """Integers and 4-bit values stay as they are stored, trained weights and frozen ones each get their dtype."""
+    """Integers and 4-bit values keep their stored dtype; trained and frozen weights each get their own."""
     model = torch.nn.Module()
     for name, dtype, trains in (("trained", torch.float16, True), ("frozen", torch.float32, False)):
         model.register_parameter(name, torch.nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=trains))
     for name, dtype in (("packed", torch.uint8), ("stored", torch.float16)):
         model.register_parameter(name, torch.nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False))
-    model.stored.quant_state = object()  # as bitsandbytes marks a weight, here one kept in another dtype
+    model.stored.quant_state = object()  # how bitsandbytes marks a weight, here one stored in another dtype
     cast_parameters(model, resolve("bf16"))
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     assert dtypes == {

@@ -1,4 +1,4 @@
-"""Plans of pairs and of rewards: the reference, what is generated, and what is refused."""
+"""Plans for pairs and for rewards: the reference model, what is generated, and what is refused."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_figures_of_the_tiles_are_trls():
 
 
 def test_log_probabilities_never_hold_all_logits():
-    """A batch of 64k tokens: whole logits would be 31 GiB in fp32, a tile is 256 MiB in bf16."""
+    """For a batch of 64k tokens, whole logits would take 31 GiB in fp32; a tile takes 256 MiB in bf16."""
     long = TrainingSetup(**{**SETUP.__dict__, "method": "lora", "micro_batch_size": 64})
     short = TrainingSetup(**{**SETUP.__dict__, "method": "lora", "micro_batch_size": 32})
     more = phases(long)["forward and loss"]["activations and loss"]
@@ -196,7 +196,7 @@ def test_what_a_recipe_has_no_use_for_is_named(settings, said):
     [(2, 32, 96, 8, "fp32"), (8, 16, 64, 16, "fp32"), (2, 64, 16, 112, "bf16_true"), (2, 1, 64, 16, "fp32")],
 )
 def test_generation_is_what_transformers_generate_allocates(groups, rows, prompt, answer, dtype):
-    """Prompts of different lengths; where prompts are long their pass is the peak, where answers are the cache is."""
+    """Prompts of different lengths: the peak is the pass over long prompts, or the cache of long answers."""
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 

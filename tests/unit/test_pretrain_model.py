@@ -1,4 +1,4 @@
-"""The model of a pretraining run: whose shape, whose weights, which numbers, and how many workers read for it."""
+"""The model of a pretraining run: its shape, its weights, its dtypes, and how many workers read data for it."""
 
 from __future__ import annotations
 

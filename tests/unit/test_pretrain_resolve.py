@@ -102,7 +102,7 @@ def test_what_is_no_length_of_time(text):
 
 
 def rates(line: str, *, start: int = 0, **options) -> list[float]:
-    """The learning rate of every step as the schedule gives it."""
+    """The learning rate that the schedule gives at every step."""
     settings = resolved(line)
     length = run_length(settings, **{"trunk_step": None, "num_params": 1, **options})
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
@@ -116,7 +116,7 @@ def rates(line: str, *, start: int = 0, **options) -> list[float]:
 
 
 def test_two_branches_of_one_trunk_follow_it_and_then_the_published_decay():
-    """1 − √x over the branch's own steps (Hägele et al. 2024, section 3), whatever the trunk's length."""
+    """1 − √x over the branch's own steps (Hägele et al. 2024, section 3), however long the trunk is."""
     trunk = rates("--max_steps 100 --lr_scheduler_type wsd --decay_ratio 0 --warmup_steps 10")
     assert trunk[:10] == [pytest.approx((i + 1) / 10) for i in range(10)]
     assert set(trunk[10:]) == {1.0}
@@ -146,5 +146,5 @@ def test_matrices_decay_and_norms_biases_and_embeddings_do_not():
     model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=32))
     decayed, kept = decay_groups(model, 0.1)
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
-    assert sum(p.numel() for p in decayed["params"]) == 2 * 12 * 32 * 32 + 32 * 32  # and the learned positions
+    assert sum(p.numel() for p in decayed["params"]) == 2 * 12 * 32 * 32 + 32 * 32  # plus the learned positions
     assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))

@@ -1,4 +1,4 @@
-"""docs/private-apis.md names every private name of a library that the package uses, and none that it does not."""
+"""docs/private-apis.md names every private library name that the package uses, and no other."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "private-apis.md").read_text(encoding="utf-8")
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "accel_scale").rglob("*.py")}
-# Public, in spite of their names.
+# Public in spite of their names.
 PUBLIC = {"_exit", "_current_frames", "_asdict", "_fields", "_replace"}
 
 
 def is_private(name: str) -> bool:
-    """One underscore before it."""
+    """True if the name begins with exactly one underscore and is not public."""
     return name.startswith("_") and not name.startswith("__") and name not in PUBLIC
 
 
 def own_names() -> set[str]:
-    """What the package defines itself, on its own objects or on others'."""
-    names = {"_loss_from_logits"}  # written to a model, read by its new forward
+    """Names that the package itself defines, on its own objects or on those of others."""
+    names = {"_loss_from_logits"}  # set on a model and read by its new forward
     for tree in TREES.values():
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -34,12 +34,12 @@ def own_names() -> set[str]:
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 names.add(node.id)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and is_private(node.value):
-                names.add(node.value)  # of a marker that setattr and getattr share
+                names.add(node.value)  # the name of a marker that setattr and getattr share
     return names
 
 
 def used_names() -> dict[str, list[str]]:
-    """Private names of others, and where they are used."""
+    """Private names defined elsewhere, and the places that use them."""
     own, found = own_names(), defaultdict(list)
     for path, tree in TREES.items():
         for node in ast.walk(tree):

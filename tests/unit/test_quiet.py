@@ -1,4 +1,4 @@
-"""Heavy imports print nothing, and what is not on the list still does."""
+"""Heavy imports print nothing; messages that are not on the list still appear."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_heavy_imports_print_nothing():
 
 @pytest.mark.slow
 def test_without_it_every_silenced_logger_speaks():
-    """Otherwise the list has entries that silence nothing."""
+    """Otherwise the list would have entries that silence nothing."""
     import torch
 
     if torch.version.cuda is not None:
@@ -41,7 +41,7 @@ def test_without_it_every_silenced_logger_speaks():
     result = _run(IMPORTS)
     output = result.stdout + result.stderr
     assert "_C" in output
-    # bitsandbytes looks for that kernel where the processor has bf16 arithmetic.
+    # bitsandbytes looks for this kernel on processors with bf16 arithmetic.
     if "avx512_bf16" in Path("/proc/cpuinfo").read_text():
         assert "Failed to load CPU gemm_4bit_forward" in output
     assert "KernelPreference" in output
@@ -50,11 +50,11 @@ def test_without_it_every_silenced_logger_speaks():
 
 @pytest.fixture
 def quietly(caplog, monkeypatch):
-    """Records of the silenced loggers, which pytest's handler sees only after their filters."""
+    """Records of the silenced loggers, which reach pytest's handler only after their filters."""
     quiet_imports()
     caplog.set_level(logging.WARNING)
     for name in ("torchao", "bitsandbytes.backends.cpu.ops", "bitsandbytes", "torch.utils._pytree", "DeepSpeed"):
-        # Another test of this process may have run what makes a library quiet.
+        # Another test in this process may have triggered the code that makes a library quiet.
         caplog.set_level(logging.WARNING, logger=name)
         monkeypatch.setattr(logging.getLogger(name), "disabled", False)
     handler = caplog.handler

@@ -1,6 +1,6 @@
-"""Checkpoints, the guard and trainers where ranks share a model, on forked ranks: DeepSpeed's ZeRO, FSDP2, and ours.
+"""Checkpoints, the guard and trainers when forked ranks share a model: DeepSpeed's ZeRO, FSDP2 and our own.
 
-tests/distributed launches more of each; here every line runs once, in tenths of a second.
+tests/distributed launches more of each; here each line of the code runs once, in tenths of a second.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ LAUNCHES = {
 
 
 def launch(name: str) -> None:
-    """In a rank, before anything of Accelerate's: what `accelerate launch` would have set."""
+    """Set, in a rank and before Accelerate is used, the variables that `accelerate launch` would set."""
     os.environ.update({"ACCELERATE_MIXED_PRECISION": "no", **LAUNCHES[name]})
     enable_rehearsal_if_needed()
 
 
 def needs(name: str) -> str:
-    """Imports DeepSpeed once, in the parent."""
+    """Import DeepSpeed once, in the parent process, if the strategy needs it."""
     if "zero" in name:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         pytest.importorskip("deepspeed")
@@ -102,7 +102,7 @@ def test_a_loop_under_zero_goes_on_bit_for_bit_and_on_one_rank(strategy: str, tm
 
 
 def digests(model: Any) -> dict[str, str]:
-    """Of every weight, whole."""
+    """A digest of every weight as a whole."""
     return {
         name: hashlib.blake2b(tensor.detach().cpu().numpy().tobytes()).hexdigest()
         for name, tensor in gather_whole(named_tensors(model))
@@ -117,7 +117,7 @@ SOURCES = {
 
 @pytest.mark.parametrize("strategy", SOURCES)
 def test_a_trainers_run_goes_on_bit_for_bit(strategy: str, tmp_path: Path) -> None:
-    """Checkpoint 2 of a run of four steps, read back, resumed; one flipped bit of it is seen by every rank."""
+    """A four-step run is resumed from checkpoint 2 and verified; every rank detects a flipped bit in it."""
     import saving_run as script
 
     needs(strategy)
@@ -160,7 +160,7 @@ def test_a_trainers_run_goes_on_bit_for_bit(strategy: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("strategy", ["fsdp2 sharded", "zero2"])
 def test_a_trainers_run_goes_on_with_another_number_of_ranks(strategy: str, tmp_path: Path) -> None:
-    """FSDP2 reads the layout that the checkpoint has, whatever it writes itself."""
+    """FSDP2 reads the layout of the checkpoint, whichever layout it writes itself."""
     needs(strategy)
 
     def run(num_ranks: int, resume: str | None, *, strategy: str = strategy) -> dict[str, list[float]]:
@@ -188,7 +188,7 @@ def test_a_trainers_run_goes_on_with_another_number_of_ranks(strategy: str, tmp_
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp2 sharded"])
 def test_a_guarded_loop_is_the_one_that_never_saw_the_bad_batches(strategy: str, tmp_path: Path) -> None:
-    """NaN in the first step, infinity, a spike, one of them on the other rank; each policy, two ranks."""
+    """NaN in the first step, infinity and a spike, one of them on the other rank; each policy on two ranks."""
     import guard_run as script
 
     needs(strategy)
@@ -219,7 +219,7 @@ def test_a_guarded_loop_is_the_one_that_never_saw_the_bad_batches(strategy: str,
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_a_step_that_is_dropped_is_one_that_the_engine_has_skipped(strategy: str, tmp_path: Path) -> None:
-    """By its own path after an overflow, which frees gradients and counts the step."""
+    """The engine skips it as after an overflow: it frees the gradients and counts the step."""
     from accelerate import Accelerator
     from accelerate.utils import GradientAccumulationPlugin
 
@@ -245,7 +245,7 @@ def test_a_step_that_is_dropped_is_one_that_the_engine_has_skipped(strategy: str
 
 
 def test_a_guarded_loop_of_ranks_that_share_matrix_products(tmp_path: Path) -> None:
-    """Two ranks with half of each matrix, rows of two micro-batches: clipped, and as if bad steps had not come."""
+    """Two ranks with half of each matrix and two micro-batches: clipped, and as if bad steps had not occurred."""
     import tensor_parallel_run as script
     from accelerate import Accelerator
 
@@ -296,7 +296,7 @@ def test_a_guarded_loop_of_ranks_that_share_matrix_products(tmp_path: Path) -> N
 
 
 def parts_of_a_pipeline() -> Any:
-    """A stage with a weight of norm 5, and another one with a copy that the norm does not count."""
+    """A stage with a weight of norm 5, and another with a copy that the norm leaves out."""
     counted, copied = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)
     counted.weight.grad, copied.weight.grad = torch.tensor([[3.0, 4.0]]), torch.tensor([[10.0, 20.0]])
     said: list[bool] = []
@@ -341,7 +341,7 @@ def test_copies_of_another_stages_weight_are_clipped_by_the_same_factor(
 
 
 def test_shards_are_compared_where_they_are_held(tmp_path: Path) -> None:
-    """A row more than ranks, fewer rows than ranks, one name of two for a tied weight; what differs is said by all."""
+    """One row more than ranks, fewer rows than ranks, a tied weight under one of two names; all report differences."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -367,7 +367,7 @@ def test_shards_are_compared_where_they_are_held(tmp_path: Path) -> None:
             {**usual, "w": held(4, 2)}, {**usual, "plain": torch.tensor([1.0, 0.75])},
         ]  # fmt: skip
         found: list[Any] = [sharded.compare_sharded(case, folder) for case in cases]
-        sharded.CHUNK_BYTES = 1  # a tensor at a time
+        sharded.CHUNK_BYTES = 1  # one tensor at a time
         found.append(sharded.compare_sharded({**usual, "w": held(3, 2, at=5)}, folder))
         dist.barrier()
         if dist.get_rank() == 0:
@@ -406,7 +406,7 @@ def test_chunks_are_closed_when_they_are_full(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Alone:
-    """What is asked of an `Accelerator` with one model and one optimizer."""
+    """The parts of an `Accelerator` that are used here, with one model and one optimizer."""
 
     is_main_process = True
 
@@ -462,7 +462,7 @@ def test_weights_that_are_stored_by_their_plain_names_go_on_as_they_were(copy: b
     write = contents.capture(copy=copy, group=None)
     expected = [tensor.clone() for tensor in first.held()]
     if copy:
-        first.step()  # training goes on
+        first.step()  # training continues
     write(tmp_path)
     stored = dist_cp.FileSystemReader(tmp_path / "model_parallel").read_metadata().state_dict_metadata
     assert sorted(stored) == [
@@ -542,7 +542,7 @@ def test_a_copy_of_another_stages_weight_is_not_stored_and_loaded_as_that_one(tm
 
 
 class Engine:
-    """Writes as DeepSpeed's engine does: folders, files, a script."""
+    """Stands in for DeepSpeed's engine: writes folders, files and a script."""
 
     def __init__(self, *fails: str) -> None:
         self.done: list[str] = []
@@ -664,7 +664,7 @@ def test_groups_and_steps_of_a_converted_checkpoint_are_each_ones_own(tmp_path: 
     _load_buffers(accelerator, tmp_path)
     assert (model.seen.item(), torch.equal(model.one.weight, before)) == (4.0, True)
     accelerator._models = [nn.Linear(2, 2)]
-    _load_buffers(accelerator, tmp_path / "nowhere")  # nothing to look for
+    _load_buffers(accelerator, tmp_path / "nowhere")  # nothing to load
 
 
 def test_errors_of_deepspeeds_writer_wait_until_every_rank_is_through() -> None:

@@ -1,4 +1,4 @@
-"""What ranks make of each other's numbers: norms of shards and copies, and one decision for all of them."""
+"""How ranks combine their numbers: norms of shards and copies, and one decision for all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from accel_scale.training.guard.verdict import StepJudge, joined
 
 
 class Ranks:
-    """What is asked of an `Accelerator`, where the losses and norms of the other ranks are known."""
+    """The parts of an `Accelerator` that are used here, with known losses and norms of the other ranks."""
 
     def __init__(self, *others: tuple[float, float]) -> None:
         self.others, self.device, self.process_index = torch.tensor(others).reshape(-1, 2), torch.device("cpu"), 0
@@ -94,7 +94,7 @@ def test_ranks_that_share_rows_add_up_and_a_repetition_does_not() -> None:
 
 @pytest.fixture
 def reductions() -> Iterator[list[tuple[int, ...]]]:
-    """Four ranks of which this is the first, and what is reduced over which: the others are taken to be like it."""
+    """Rank 0 of four; records which ranks each reduction covers, and assumes that the others hold the same values."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
@@ -124,7 +124,7 @@ def sharded(mesh: Any, *placements: Any, value: float = 1.0, size: int = 8) -> t
 
 
 def test_shards_add_up_and_copies_count_once(reductions: list[tuple[int, ...]]) -> None:
-    """Eight values of 1 on each of four ranks: 32 where all hold others, 16 on two copies, 8 on four."""
+    """Eight ones on each of four ranks: 32 if all shards differ, 16 with two copies, 8 with four."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
 

@@ -1,4 +1,4 @@
-"""Every file in recipes/configs parses strictly, resolves, and says what it does."""
+"""Every file in recipes/configs parses strictly, resolves, and does what it says."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ quiet_imports()
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes" / "configs"
 CLASSES = (ScriptArguments, RecipeSFTConfig, RecipeModelConfig, ScaleArguments)
-# What tune_*.yaml holds is a search space: tests/unit/test_tune_space.py.
+# tune_*.yaml files contain a search space: see tests/unit/test_tune_space.py.
 OTHERS = {"dpo": DPO, "grpo": GRPO}
 FILES = sorted(
     path
@@ -77,7 +77,7 @@ def test_resolves_on_one_gpu_and_on_a_cpu(path):
         values = settings.values
         assert settings.method == path.stem.split("_")[0] or path.stem.startswith("sft_default")
         assert settings.precision.name == "bf16"
-        assert values.get("max_grad_norm", RecipeSFTConfig.max_grad_norm) > 0  # clipped
+        assert values.get("max_grad_norm", RecipeSFTConfig.max_grad_norm) > 0  # gradients are clipped
         check_optimizer(
             values.get("optim", "adamw_torch_fused"),
             device_type=launch.device_type,
@@ -155,7 +155,7 @@ def test_guanaco_is_the_papers(size):
     assert {name: values[name] for name in expected} == expected
     assert str(getattr(values["lr_scheduler_type"], "value", values["lr_scheduler_type"])) == "constant"
     assert str(values["train_sampling_strategy"]) == "group_by_length"
-    assert values["packing"] is False  # which would leave nothing to group
+    assert values["packing"] is False  # packing would leave nothing to group
 
 
 @pytest.mark.parametrize("size", ["13b", "33b", "65b"])
@@ -172,7 +172,7 @@ def test_the_two_defaults_differ_in_the_method_only():
 
 
 PLANNED = [path for path in FILES if not path.stem.startswith("sft_default")]
-# What `accel-scale plan` asks for too, by the same names.
+# Flags that `accel-scale plan` has too, under the same names.
 PLAN_FLAGS = (
     "method", "optim", "max_length", "packing", "per_device_train_batch_size", "global_batch_size",
     "checkpointing_policy", "lora_r", "lora_dropout", "lora_target_modules",

@@ -1,4 +1,4 @@
-"""What the recipes prepare before training: the tokenizer of a run, and the numbers that gradients are in."""
+"""Preparations of the recipes before training: the run's tokenizer and the dtype of the gradients."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_tokenizer_of_the_data_is_found_again(flags: dict[str, Any], tmp_path:
     text.write_text("abba cab " * 200)
     other.write_text("xyz " * 200)
     made = tokenizer_of(tmp_path / "run", str(text), **flags)
-    again = tokenizer_of(tmp_path / "run", str(other), **flags)  # of the same folder, whatever the data are now
+    again = tokenizer_of(tmp_path / "run", str(other), **flags)  # from the same folder, whatever the data are now
     assert made.get_vocab() == again.get_vocab()
     assert again.decode(again("abba", add_special_tokens=False)["input_ids"]) == "abba"
     assert tokenizer_of(tmp_path / "else", str(other), **flags).get_vocab() != made.get_vocab()
@@ -65,7 +65,7 @@ def test_a_tokenizer_of_the_data_is_found_again(flags: dict[str, Any], tmp_path:
 
 
 def launched(kind: DistributedType, **plugins: Any) -> Any:
-    """What `Accelerator` says of a launch."""
+    """An `Accelerator`'s description of a launch."""
     names = {"deepspeed_plugin": None, "fsdp_plugin": None, **plugins}
     return SimpleNamespace(
         distributed_type=kind, is_fsdp2=kind == DistributedType.FSDP, num_processes=2, scaler=None, ddp_handler=None,
@@ -97,7 +97,7 @@ def test_gradients_travel_in_the_dtype_asked_for() -> None:
     use_gradient_numbers(launched(DistributedType.DEEPSPEED, deepspeed_plugin=zero), asked(reduce_dtype="bf16"))
     assert zero.deepspeed_config == {"communication_data_type": "bf16"}
     ddp = launched(DistributedType.MULTI_CPU)
-    use_gradient_numbers(ddp, asked(reduce_dtype="bf16"))  # its communication hook says it
+    use_gradient_numbers(ddp, asked(reduce_dtype="bf16"))  # its communication hook takes care of it
     assert ddp.ddp_handler is None
 
 
@@ -157,7 +157,7 @@ def test_weights_are_gathered_in_the_computes_dtype_and_reduced_in_fp32() -> Non
 
 
 class KeptHook:
-    """A hook that remembers what it is given."""
+    """A hook that remembers the states it is given."""
 
     def __init__(self, *, is_stateful: bool = True) -> None:
         self.is_stateful, self.given = is_stateful, None
@@ -197,7 +197,7 @@ def test_a_schedule_that_counts_ranks_is_refused_on_others() -> None:
 
 
 class CountingHook(KeptHook):
-    """One whose state moves on after it was captured."""
+    """A hook whose state changes after it was captured."""
 
     def __init__(self, number: int, *, is_stateful: bool = True) -> None:
         super().__init__(is_stateful=is_stateful)

@@ -1,7 +1,8 @@
-"""A recipe is known by its `RECIPE`, wherever its file is and whatever it is called."""
+"""A recipe is recognised by its `RECIPE`, wherever its file is and whatever its name."""
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 from pathlib import Path
@@ -22,7 +23,7 @@ DDP = str(ROOT / "accelerate_configs" / "ddp.yaml")
 
 @pytest.fixture
 def third(tmp_path: Path) -> Path:
-    """A recipe that is no file of the project's."""
+    """A recipe outside the project."""
     path = tmp_path / "elsewhere" / "dpo.py"
     path.parent.mkdir()
     shutil.copyfile(ROOT / "tests" / "recipes" / "third_recipe.py", path)
@@ -47,7 +48,7 @@ def test_a_declaration_is_found_without_running_the_script(tmp_path: Path, text:
     path.write_text(f"{text}\n")
     assert declares_recipe(path) is declares
     if not declares:
-        assert find_recipe(path) is None  # running it would end this process, or fail
+        assert find_recipe(path) is None  # running the file would end this process, or fail
 
 
 def test_a_recipe_that_is_something_else_is_refused(tmp_path: Path) -> None:
@@ -115,7 +116,7 @@ def test_a_plan_counts_and_writes_what_a_third_recipe_declares(
     flags = yaml.safe_load((tmp_path / "plan" / "recipe.yaml").read_text())
     assert (flags["per_device_train_batch_size"], flags["gradient_accumulation_steps"]) == (2, 4)
     assert (flags["bf16"], flags["gradient_checkpointing"], flags["max_length"]) == (True, True, 1024)
-    load_recipe(third).parse(["--config_file", str(tmp_path / "plan" / "recipe.yaml")])  # it has all of them
+    load_recipe(third).parse(["--config_file", str(tmp_path / "plan" / "recipe.yaml")])  # it has all of these flags
     launch = tmp_path / "run.sh"
     assert main(["launch-script", "slurm", "--config_file", str(tmp_path / "plan"), "--output", str(launch)]) == 0
     assert f"{third} --config_file {tmp_path}/plan/recipe.yaml" in launch.read_text()
@@ -141,3 +142,11 @@ def test_a_scaling_test_sets_the_flags_that_a_third_recipe_has(third: Path, tmp_
     assert "--global_batch_size" not in text
     assert "--plan" not in text
     assert RUNNER not in text
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.py")), ids=lambda path: path.stem)
+def test_examples_of_a_recipe_keep_their_lines(path: Path) -> None:
+    """`--help` prints the module's docstring, where a lone backslash would join two lines of a command."""
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    assert "accelerate launch" in text
+    assert [line for line in text.splitlines() if len(line) > 119] == []

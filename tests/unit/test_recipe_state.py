@@ -1,4 +1,4 @@
-"""What the recipes do with seeds, and what pretrain.py takes along: batches to go around, and the guard's budget."""
+"""How the recipes use seeds, and the state that pretrain.py saves: batches to skip, and the guard's budget."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def recipe_module(name: str) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
@@ -52,7 +52,7 @@ def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 class Begun:
-    """A run of the recipe with a small model, real data, a manager and a guard."""
+    """A run of the recipe with a small model, real data, a checkpoint manager and a guard."""
 
     def __init__(self, recipe: Any, data: str, folder: Path) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -82,7 +82,7 @@ class Begun:
         self.report.counters = PretrainReport(run, None, ThroughputMeter(), time.perf_counter()).counters  # type: ignore[arg-type]
 
     def draw(self) -> list[str]:
-        """The next batch that is not gone around, by its rows."""
+        """The row ids of the next batch that is not skipped."""
         while True:
             drawn = next(self.run.batches)
             self.run.drawn += 1
@@ -99,7 +99,7 @@ class Begun:
         self.manager.save(self.run.step, self.recipe.run_state(self.run, self.report))
 
     def meet_nan(self) -> str:
-        """The next batch gives NaN; what the guard says, done."""
+        """Let the next batch give NaN and carry out the guard's action, which is returned."""
         self.draw()
         action = self.guard.judge(math.nan, 1.0).action
         if action == "rollback":
@@ -137,14 +137,14 @@ def test_a_rollback_goes_around_the_batch_and_so_does_a_later_resume(begin: Call
     again = begin("run")
     assert (again.run.step, again.run.drawn, again.run.avoided) == (4, 5, [3])
     assert again.step() == expected[5]
-    # Back to a checkpoint from before the batch was known: it is gone around all the same.
+    # Even from a checkpoint that is older than the event, the batch is skipped.
     assert again.meet_nan() == "rollback"
     assert again.run.avoided == [3, 7]
     assert [again.step(), again.step()] == [expected[5], expected[7]]
 
 
 def test_rollbacks_come_to_an_end(begin: Callable[[], Begun]) -> None:
-    """Three events are tolerated: the checkpoint that each goes back to must not forget those since."""
+    """Three events are tolerated: each rolls back to a checkpoint, which must not erase the later ones."""
     one = begin()
     one.save()
     assert [one.meet_nan() for _ in range(4)] == ["rollback", "rollback", "rollback", "stop"]

@@ -1,4 +1,4 @@
-"""The trainer of recipes/sft.py by itself: what it counts, its schedule by ratios, and a second part of a run."""
+"""The trainer of recipes/sft.py on its own: its counters, its schedule by ratios, and a second part of a run."""
 
 from __future__ import annotations
 
@@ -59,20 +59,20 @@ def test_it_counts_tokens_without_padding_and_goes_by_ratios(tmp_path: Path) -> 
 
     [found] = on_ranks(1, ranks, tmp_path)
     figures = found["figures"]
-    tokens = 2 * sum(LENGTHS)  # two steps of two micro-batches of two rows are all rows; so twice
+    tokens = 2 * sum(LENGTHS)  # two steps of two micro-batches of two rows take all rows; four steps do so twice
     assert figures["tokens"] == tokens
     assert figures["steps"] == 4
     assert figures["losses"] == found["loss"]
     assert figures["losses"][-1] < figures["losses"][0]
     assert figures["optimizer"] == "AdamW"
     assert (figures["exact_match"], figures["eval_loss"], figures["ddp"]) == ({}, None, None)
-    # Half of the steps warm up, and the cosine ends at a tenth of the peak.
+    # The first half of the steps is warm-up, and the cosine ends at a tenth of the peak.
     assert found["learning_rate"] == pytest.approx([5e-3, 1e-2, 1e-2, 5.5e-3])
-    # What the report draws goes to every tracker, of the steps since the line before; the first step is not timed.
+    # Values drawn in the report go to every tracker, for the steps since the last line; the first step is not timed.
     assert [len(found[name]) for name in ("tokens_per_second", "step_seconds", "data_wait_ratio")] == [3, 3, 3]
     assert min(found["tokens_per_second"]) > 0
     assert len(found["host_bytes"]) == 4
-    # A later part of the run counts on.
+    # A later part of the run continues the counts.
     assert found["later"]["tokens"] == 2 * tokens
     assert found["counters"]["num_tokens"] == 2 * tokens
     assert found["later"]["seconds"] > figures["seconds"]

@@ -1,4 +1,4 @@
-"""`tests/regressions.yaml` names the tests that hold each fault that was once there: all of them exist."""
+"""`tests/regressions.yaml` names the tests that cover each past fault: all of them exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FAULTS = yaml.safe_load((REPOSITORY / "tests" / "regressions.yaml").read_text())
 
 @cache
 def _tests_of(path: Path) -> frozenset[str]:
-    """Names of the test functions of a file, methods as Class::method."""
+    """Names of a file's test functions, with methods as Class::method."""
     names = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef):

@@ -1,4 +1,4 @@
-"""When a launch is rehearsed on CPU processes, with how many threads, and what that rests on in other libraries."""
+"""When a launch is rehearsed on CPU processes, with how many threads, and what this relies on in other libraries."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ print("PROBE" + json.dumps({
 
 
 def probe(**environment: str) -> dict:
-    """What a fresh process with these launch variables sees after `enable_rehearsal_if_needed`."""
+    """Report a fresh process's state with these launch variables after `enable_rehearsal_if_needed`."""
     launch_prefixes = ("ACCELERATE_", "FSDP_", "OMP_", "DS_")
     launch_names = {*RANK_OF_TWO, "MASTER_ADDR", "MASTER_PORT"}
     clean = {k: v for k, v in os.environ.items() if not k.startswith(launch_prefixes) and k not in launch_names}
@@ -76,7 +76,7 @@ def test_threads_are_an_equal_share_unless_chosen(cores: int, ranks: int, chosen
 
 
 def test_the_private_method_is_still_what_is_replaced() -> None:
-    """Accelerate's decision still has this name, these arguments and this answer: ``(backend, kind of launch)``."""
+    """Accelerate's method still has this name, these arguments and this result: ``(backend, kind of launch)``."""
     from accelerate.state import PartialState
 
     arguments = list(inspect.signature(PartialState._prepare_backend).parameters)
@@ -95,7 +95,7 @@ def test_arguments_are_still_validated_before_a_device_is_looked_for() -> None:
 
 @cpu_only
 def test_arguments_of_a_gpu_script_are_accepted_on_a_cpu(tmp_path, monkeypatch) -> None:
-    """bf16 is TRL's default; what is said about the device is left out in a rehearsal and kept in an ordinary run."""
+    """bf16 is TRL's default; checks of the device are skipped in a rehearsal and kept in an ordinary run."""
     from transformers import TrainingArguments
 
     theirs = inspect.unwrap(TrainingArguments._validate_args)
@@ -136,7 +136,7 @@ def test_ddp_becomes_gloo_and_says_so() -> None:
 def test_one_thread_is_a_choice_only_where_the_launch_was_started(
     monkeypatch: pytest.MonkeyPatch, at_launch: str | None, expected: int | None
 ) -> None:
-    """The launcher exports 1 to its ranks on its own; the same 1 in the user's shell is meant."""
+    """The launcher exports 1 to its ranks by itself; a 1 in the user's shell is deliberate."""
     monkeypatch.setattr("psutil.Process.environ", lambda self: {"OMP_NUM_THREADS": at_launch} if at_launch else {})
     environment = {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "1"}
     before = torch.get_num_threads()

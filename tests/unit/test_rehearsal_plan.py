@@ -1,4 +1,4 @@
-"""What a rehearsal changes in a launch and a recipe, and what it leaves alone."""
+"""The changes that a rehearsal makes to a launch and a recipe, and the parts that it leaves unchanged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def script(tmp_path: Path) -> str:
 
 
 def flag(words: list[str] | tuple[str, ...], name: str) -> str:
-    """The value that argparse would take: the last one."""
+    """The value that argparse would take, which is the last one."""
     return [words[i + 1] for i, word in enumerate(words) if word == f"--{name}"][-1]
 
 
@@ -187,7 +187,7 @@ def test_what_a_cpu_has_not_is_left_out_and_noted(tmp_path: Path, script: str) -
 
 
 def test_no_data_is_the_recipes_own_business(tmp_path: Path, script: str) -> None:
-    """Without model and data the recipe has defaults; with a model alone it refuses, and must in a rehearsal too."""
+    """Without model and data the recipe uses its defaults; with only a model it refuses, and a rehearsal must too."""
     default = choose_data(RecipeCommand.parse(script, []), tmp_path, fallback=ROWS, has_chat_template=True)
     assert default.replaced is None
     assert default.path is not None
@@ -217,7 +217,7 @@ def test_a_report_with_something_not_reached_has_not_passed() -> None:
 
 
 def test_deepspeed_still_forgets_optimizer_states_on_nvme() -> None:
-    """When this fails, resuming from NVMe may have been mended: see `NVME_REASON`."""
+    """If this fails, resuming from NVMe may be fixed: see `NVME_REASON`."""
     engine = pytest.importorskip("deepspeed.runtime.engine")
     source = inspect.getsource(engine.DeepSpeedEngine)
     assert "if load_zero_checkpoint and not self.zero_nvme_offload_optimizer():" in source

@@ -1,4 +1,4 @@
-"""What a rehearsal of the pretraining recipe launches: every way of sharing the model in two, and small steps."""
+"""Launches in a rehearsal of the pretraining recipe: each way of sharing the model in two, and small steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def planned(name: str, script: str, *words: str, data: DataChoice | None = None)
 
 
 def flag(words: list[str] | tuple[str, ...], name: str) -> str | None:
-    """The value that argparse would take: the last one."""
+    """The value that argparse would take, which is the last one."""
     return ([words[i + 1] for i, word in enumerate(words) if word == f"--{name}"] or [None])[-1]
 
 
@@ -59,7 +59,7 @@ def test_every_way_that_ranks_are_divided_becomes_two(
     for given, size in zip(words[::2], words[1::2], strict=True):
         assert f"{given} {size} → 2" in plan.notes[0]
     assert flag(plan.launcher, "num_processes") == str(num_processes)
-    # What the real command says by a flag the rehearsal says by a flag, and what the file says the launcher.
+    # The rehearsal passes as flags what the real command passes as flags, and to the launcher what its file sets.
     for given in words[::2]:
         assert flag(plan.recipe.words, given[2:]) == "2"
     launch = read_launch_file(CONFIGS / f"{name}.yaml")

@@ -1,4 +1,4 @@
-"""What `from_pretrained` must show before a rehearsal calls a final folder good."""
+"""A rehearsal accepts a final folder only if `from_pretrained` reads it as expected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accel_scale.rehearsing.reload import compare_final_folders
 
 @pytest.fixture
 def folders(tmp_path: Path) -> dict[str, Path]:
-    """A model before training, and the same after training that moved one matrix, saved by two runs."""
+    """A model before training, and after training that changed one matrix, as saved by two runs."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
@@ -31,7 +31,7 @@ def folders(tmp_path: Path) -> dict[str, Path]:
 
 
 def edit(folder: Path, name: str, change: float | None) -> None:
-    """Add `change` to a saved tensor, or drop it."""
+    """Add `change` to a saved tensor, or remove the tensor if it is None."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     if change is None:

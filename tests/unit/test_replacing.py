@@ -1,4 +1,4 @@
-"""Another optimizer in place of a script's: parameters, groups, settings and schedules stay as they were."""
+"""Replacing a script's optimizer: parameters, groups, settings and schedules stay unchanged."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def adamw_and(schedule: str):
 @pytest.mark.parametrize("name", ["sgd_momentum", "adamw_torch_8bit", "adamw_bnb_8bit"])
 @pytest.mark.parametrize("kind", list(SCHEDULES))
 def test_a_schedule_goes_on_over_the_new_optimizer(kind, name, recwarn):
-    """Also from its middle, and whatever class it is of."""
+    """A schedule of any class continues, even from the middle."""
     expected = rates(*adamw_and(kind), 7)
     optimizer, schedule = adamw_and(kind)
     start = rates(optimizer, schedule, 2)

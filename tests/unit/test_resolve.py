@@ -132,7 +132,7 @@ def test_learning_rate_follows_the_global_batch() -> None:
     ("args", "launch", "policy"),
     [
         ("", LaunchFacts(), "none"),
-        ("", GPU, "full"),  # until the plan says that less will do
+        ("", GPU, "full"),  # until the plan says that a cheaper policy fits
         ("--checkpointing_policy none", GPU, "none"),
         ("--gradient_checkpointing false", GPU, "none"),
         ("--activation_checkpointing true", LaunchFacts(), "full"),
@@ -145,7 +145,7 @@ def test_one_checkpointing_policy_from_any_switch(args: str, launch: LaunchFacts
     settings = settle(args, launch=launch)
     assert str(settings.checkpointing) == policy
     assert settings.use_reentrant == ("use_reentrant" in args)
-    # The trainer must not switch it on a second time.
+    # The trainer must not enable it a second time.
     assert not {"gradient_checkpointing", "activation_checkpointing"} & set(settings.values)
 
 

@@ -1,4 +1,4 @@
-"""Trainers of preferences and rewards by themselves: references, prompts, groups of answers, figures, trackers."""
+"""Preference and reward trainers on their own: references, prompts, groups of answers, figures, trackers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accel_scale.training.guard.learning import NothingLearnt
 
 
 def bare(kind: type, **fields: Any) -> Any:
-    """An object of a trainer's class that nothing has been given to."""
+    """An instance of a trainer class that has only these attributes."""
     made = kind.__new__(kind)
     vars(made).update(fields)
     return made

@@ -1,4 +1,4 @@
-"""The router's auxiliary loss of pretraining and fine-tuning is the model's own, for every mixture of experts."""
+"""The router's auxiliary loss in pretraining and fine-tuning is the model's own, for every mixture of experts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def one_process():
 def test_loss_and_gradients_are_the_models_own(family):
     config = CONFIG_MAPPING[family](**{**SIZES, **FAMILIES[family]})
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()  # without a router's noise
+    model = AutoModelForCausalLM.from_config(config).eval()  # eval mode, without router noise
     own = model(input_ids=IDS, labels=IDS, use_cache=False)
     own.loss.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -58,7 +58,7 @@ def test_loss_and_gradients_are_the_models_own(family):
     for name, gradient in expected.items():
         torch.testing.assert_close(model.get_parameter(name).grad, gradient, rtol=1e-4, atol=1e-6)
     assert router.mean() == pytest.approx(own.aux_loss.item(), abs=1e-6)
-    # It makes a difference, and validation does without it.
+    # The auxiliary loss makes a difference, and validation leaves it out.
     plain = language_model_loss(model, {"input_ids": IDS, "labels": IDS}, num_items)
     assert loss.item() - plain.item() == pytest.approx(router_coefficient(config) * own.aux_loss.item(), abs=1e-6)
     assert loss.item() - plain.item() > 1e-4
@@ -67,12 +67,12 @@ def test_loss_and_gradients_are_the_models_own(family):
 def test_accumulation_and_ranks_average_it():
     router = RouterLoss(SimpleNamespace(num_processes=2, device="cpu", reduce=lambda value, how: value), 0.1)
     parts = [router.weighted(torch.tensor(value), 4) for value in (1.0, 2.0, 3.0, 4.0)]
-    # Summed over four micro-batches here, and over two ranks: 0.1 times the mean.
+    # Summed over four micro-batches here and over two ranks: 0.1 times the mean.
     assert 2 * sum(parts).item() == pytest.approx(0.1 * 2.5)
     assert router.mean() == 2.5
     router.weighted(torch.tensor(7.0), 4)
     assert router.mean() == 7.0, "what was told once does not count again"
-    with torch.device("meta"):  # not the run's device, on which the others have theirs
+    with torch.device("meta"):  # a device other than the run's, where its tensors are
         assert router.mean() == 0.0, "no micro-batch since the last call"
 
 

@@ -1,4 +1,4 @@
-"""What the host tells of a micro-batch is what the device would say."""
+"""The facts that the host gives for a micro-batch are the ones that the device would find."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from accel_scale.modeling.packing import row_facts
 from accel_scale.modeling.packing.row_facts import ROW_FACTS, Counting, RowFacts, cumulative, uploaded
 from accel_scale.optimization.fast_loss import add_fast_lm_head
 
-# transformers does not take attention from elsewhere for them.
+# transformers does not accept external attention functions for these models.
 NO_PACKED_ATTENTION = {"gemma2", "falcon", "gptj", "bloom", "gpt_oss"}
 CPU = torch.device("cpu")
 LLAMA4 = {
@@ -110,7 +110,7 @@ LENGTHS = {"cu_seq_lens_q": [0, 3, 5, 6, 10], "cu_seq_lens_k": [0, 3, 5, 6, 10],
 
 
 def told(given_: dict[str, Any], attention: str, *, knows: bool = False) -> dict[str, Any]:
-    """What is added to the inputs, as plain numbers."""
+    """The values added to the inputs, as plain numbers."""
     facts = RowFacts({"input_ids": POSITIONS, "position_ids": POSITIONS}) if knows else None
     found = with_document_lengths(dict(given_), attention, facts)
     added = {name: value for name, value in found.items() if name not in given_}
@@ -147,7 +147,7 @@ def test_packed_attention_is_told_by_its_mask() -> None:
     "architecture", [*(name for name in FIELDS if name not in NO_PACKED_ATTENTION), "llama4_text"]
 )
 def test_known_documents_do_not_see_each_other_in_any_architecture(architecture: str) -> None:
-    """GPT-2 and OPT reshape the mask that they get; Llama 4's chunks begin anew in every document."""
+    """GPT-2 and OPT reshape the mask that they get; Llama 4's chunks restart in every document."""
     config = CONFIG_MAPPING[architecture](**(LLAMA4 if architecture == "llama4_text" else FIELDS[architecture]))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=register_packed_attention()).eval()
@@ -178,7 +178,7 @@ def test_known_documents_do_not_see_each_other_in_any_architecture(architecture:
 )  # fmt: skip
 def test_head_sizes_that_flash_attention_serves(sizes: dict[str, int], is_served: bool) -> None:
     class Remote:
-        """A configuration of somebody's own."""
+        """A configuration from outside transformers."""
 
         def get_text_config(self) -> Any:
             return self

@@ -1,4 +1,4 @@
-"""Batches that know the numbers of their rows, through everything Accelerate does to a loader."""
+"""Batches carry the ids of their rows through everything that Accelerate does to a loader."""
 
 from __future__ import annotations
 

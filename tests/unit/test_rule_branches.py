@@ -1,4 +1,4 @@
-"""Every branch of the rules on launches, one row each: what is refused in which words, and what next to it is not."""
+"""Every branch of the launch rules, one row each: what is refused, in which words, and the nearest accepted case."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROCESSOR = LocalMachine(**TOOLS)
 
 @dataclass
 class Launch:
-    """A launch as the rules see it."""
+    """A launch as seen by the rules."""
 
     parallel: LaunchStrategy
     mixed_precision: str | None = None
@@ -42,14 +42,14 @@ def said(
     rule: Check, run: dict[str, Any], launch: dict[str, Any] | None = None, machine: LocalMachine = A100,
     **strategy: Any,
 ) -> str | None:  # fmt: skip
-    """What the rule says of a run under a strategy, in one line with its level; None if nothing."""
+    """The rule's finding about a run under a strategy, as one line with its level; None if it has none."""
     parallel = LaunchStrategy(**{"name": "ddp", **strategy})
     found = rule(Case(RunSettings(**run), Launch(parallel, **(launch or {})), machine))
     return None if found is None else f"{found.level} {found.one_line()}"
 
 
 def check(rule: Check, words: str | None, *args: Any, **strategy: Any) -> None:
-    """`words` are in what it says, piece by piece; None: it is silent."""
+    """Check that the finding contains all pieces of `words`; None means that there is no finding."""
     line = said(rule, *args, **strategy)
     if words is None:
         assert line is None
@@ -63,7 +63,7 @@ def check(rule: Check, words: str | None, *args: Any, **strategy: Any) -> None:
 
 NESTED = {"fsdp_config": {"sharding_strategy": "FULL_SHARD"}}
 LAUNCH_ROWS: list[tuple[Check, str | None, dict, dict, dict]] = [
-    # rule, what it says, the run, the launch, the strategy
+    # rule, expected words, run, launch, strategy
     (launch_rules.data_parallel_fallback, "8 GPUs | launch num_processes", {}, {}, {"name": "single"}),
     (launch_rules.data_parallel_fallback, None, {}, {}, {"name": "single", "use_cpu": True}),
     (launch_rules.data_parallel_fallback, None, {}, {"file_values": {"gpu_ids": "0"}}, {"name": "single"}),
@@ -101,7 +101,7 @@ LAUNCH_ROWS: list[tuple[Check, str | None, dict, dict, dict]] = [
     (launch_rules.hybrid_sizes, "2 replicas × 2 shards are not 8 | dp_replicate_size × dp_shard_size", {},
      {"num_processes": 8}, {"name": "fsdp2", "num_shards": 2, "num_replicas": 2}),
     (launch_rules.fsdp_version, "version 1", {}, {}, {"name": "fsdp1"}),
-    # Keys may come without their prefix; those of version 1 are dropped by version 2 in silence.
+    # Keys may omit their prefix; version 2 silently drops those of version 1.
     (launch_rules.fsdp1_keys, "warning launch fsdp_config.fsdp_sharding_strategy | reshard_after_forward", {},
      {"file_values": NESTED}, {"name": "fsdp2"}),
     (launch_rules.fsdp1_keys, None, {}, {"file_values": NESTED}, {"name": "fsdp1"}),
@@ -359,7 +359,7 @@ DDP_ROWS: list[tuple[Check, str | None, dict, dict]] = [
     *((ddp_rules.needs_ddp, "ranks that share a model", {**POWERSGD, **SHARED, name: 2}, {})
       for name in ("tp_size", "sp_size", "pp_size")),
     (ddp_rules.needs_ddp, None, {**POWERSGD, "pp_size": 1, "tp_size": 1, "sp_size": 1}, {}),
-    (ddp_rules.needs_ddp, None, {**POWERSGD, "sp_size": 2}, {}),  # rows alone are shared, in the engine
+    (ddp_rules.needs_ddp, None, {**POWERSGD, "sp_size": 2}, {}),  # only rows are shared, inside the engine
     (ddp_rules.needs_fsdp2, None, {}, {"name": "ddp"}),
     *((ddp_rules.needs_fsdp2, "share a model | --sync_each_batch", {"sync_each_batch": True, **run},
        {"name": "fsdp2", **sizes})

@@ -1,11 +1,11 @@
-"""Which rules speak for which launch file on which machine, for many settings: a change is noticed.
+"""Which rules report on which launch file and machine, for many settings: catches any change.
 
-The table is a snapshot. `python tests/unit/test_rule_table.py` writes it anew, and each changed line is judged:
+The table is a snapshot. `python tests/unit/test_rule_table.py` rewrites it; judge each changed line:
 
-- Where a rule now speaks, an error names a launch that fails on that machine, a warning one that loses something.
+- Where a rule now reports, an error means that the launch fails on that machine, a warning that it loses something.
 - Where a rule is now silent, the launch runs.
-- The rule's own test, in test_checks.py, test_rule_branches.py or a file beside them, shows it.
-- Rules, machines and launch files that the change does not concern stay as they are.
+- The rule's own test, in test_checks.py, test_rule_branches.py or a neighbouring file, covers it.
+- Rules, machines and launch files that are unrelated to the change stay the same.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from accel_scale.launching.launch_file import LaunchFile, read_launch_file
 from accel_scale.launching.machine import LocalMachine
 
 TABLE = Path(__file__).with_name("rule_table.json")
-# By one letter each, as the table has them.
+# One letter for each machine, as in the table.
 MACHINES: dict[str, LocalMachine] = {
     "l": LAPTOP,
     "h": HOPPER,
@@ -65,14 +65,14 @@ CHANGES: tuple[dict[str, Any], ...] = (
 
 @functools.cache
 def launches() -> dict[str, LaunchEnvironment | LaunchFile]:
-    """Every launch file as it is shipped, and a plain ``python recipes/sft.py``."""
+    """Every shipped launch file, and a plain ``python recipes/sft.py``."""
     files = sorted(path.stem for path in (ROOT / "accelerate_configs").glob("*.yaml"))
     shipped = {name: read_launch_file(f"accelerate_configs/{name}.yaml") for name in files}
     return {"alone": current_launch({}), **shipped}
 
 
 def differing(changes: dict[str, Any]) -> dict[str, str]:
-    """What `spoken` says otherwise than without a setting; what it says no more is empty."""
+    """The entries of `spoken` that differ from those without the setting; a finding that is gone is empty."""
     usual, found = spoken({}), spoken(changes)
     if not changes:
         return usual

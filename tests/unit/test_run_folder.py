@@ -1,4 +1,4 @@
-"""An output folder with anything that is not the run's is refused by name; what is there stays as it was."""
+"""An output folder with anything that is not the run's own is refused by name, and its contents stay unchanged."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_folder_that_is_read_is_not_written(tmp_path, monkeypatch, how):
         output = tmp_path / "link"
     elif how == "checkpoint":
         output = tmp_path / "run"
-        taken(output)  # its own run: the checkpoints still come and go
+        taken(output)  # its own run: checkpoints still appear and disappear
         source = str(model_in(output / "checkpoint-100"))
     elif how == "base of the adapter":
         (tmp_path / "adapter").mkdir()
@@ -120,7 +120,7 @@ def test_a_checkpoint_that_was_copied_is_gone_on_from(tmp_path, program, state):
 
 def test_a_model_is_replaced_only_by_who_wrote_it(tmp_path):
     folder = tmp_path / "out"
-    for content in (b"one", b"two"):  # the second time it replaces its own
+    for content in (b"one", b"two"):  # the second time it replaces its own model
         with save_atomically(folder) as staging:
             (staging / "config.json").write_text("{}")
             (staging / "model.safetensors").write_bytes(content)
@@ -179,9 +179,9 @@ def test_one_run_at_a_time_and_death_lets_go(tmp_path):
         assert holder.stdout.readline() == b"held\n"
         with pytest.raises(ConfigError, match=rf"in use by process {holder.pid} on "), held(tmp_path, wait_seconds=0):
             pass
-        holder.kill()  # its child lives on
+        holder.kill()  # its child survives
         started = time.monotonic()
-        with held(tmp_path), held(tmp_path):  # waits for the dying one; twice in one process is no conflict
+        with held(tmp_path), held(tmp_path):  # waits for the dying process; the same process may hold it twice
             pass
         assert time.monotonic() - started < 5
     finally:
@@ -198,7 +198,7 @@ def test_inputs_are_named_without_their_weights():
 
 
 class CardWriter:
-    """What TRL's trainers do at every checkpoint."""
+    """Writes a card as TRL's trainers do at every checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self.args = SimpleNamespace(output_dir=str(folder))
@@ -219,7 +219,7 @@ def test_a_model_card_replaces_its_own_and_nobody_elses(tmp_path):
     trainer = KeepsReadme(tmp_path)
     readme = tmp_path / "README.md"
     trainer.create_model_card()
-    readme.write_text("by hand")  # somebody has edited it
+    readme.write_text("by hand")  # the user has edited it
     trainer.create_model_card()
     assert readme.read_text() == "by hand"
     readme.unlink()

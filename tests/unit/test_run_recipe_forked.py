@@ -1,4 +1,4 @@
-"""Ranks of several runs in one launch: none waits for one that has failed, and nobody else's port is taken."""
+"""Ranks of several runs in one launch: no rank waits for one that has failed, and no port is taken from others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of a run: everything is in it, nothing that a run says becomes part of the page, and it stays small."""
+"""A run's report: it is complete, stays small, and escapes everything that a run writes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HOSTILE = "</script><img src=x onerror=alert(1)>\u2028<!--<script>'\"{{ 7 * 7 }}
 
 
 class Parsed(HTMLParser):
-    """What a browser makes of a page: tags, texts outside scripts, and the scripts."""
+    """A page as a browser parses it: tags, text outside scripts, and the scripts."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def test_everything_a_run_left_is_on_its_page(tmp_path: Path) -> None:
     assert levels["memory of the card, RTX 4090"] == 24 * 2**30
     assert 16 * 2**30 < levels["predicted"] < 21 * 2**30
     assert charts["Step time"]["levels"][0]["value"] == 0.5
-    # A norm that is not a number has no point; the two others have.
+    # A NaN norm has no point; the other two do.
     assert charts["Gradient norm"]["series"][1]["y"] == [81.0, 82.0]
     for words in ("0.0% → 100.0%", "2 + 2 =", "✗ wrong", "✓ right", "--learning_rate", "recipe.yaml:4", "optimizer"):
         assert words in text, words
@@ -99,13 +99,13 @@ def test_everything_a_run_left_is_on_its_page(tmp_path: Path) -> None:
         assert words in text, words
     for words in ("for 2,000 of 2,048 positions", "-3.9%", "-3.8%"):  # errors of memory and step time
         assert words in text, words
-    # Terms of each phase, stacked: as wide as they are large.
+    # The terms of each phase are stacked, with widths proportional to their sizes.
     assert page.count('<svg viewBox="0 0 1000 20"') == 5
 
 
 def test_nothing_that_a_run_says_becomes_part_of_the_page(tmp_path: Path) -> None:
     plain = write_run(tmp_path / "plain", events=2, questions=("a", "b"), settings={"note": "c"})
-    # Where runs keep texts: settings, questions, metrics, events, the folder's name.
+    # Everywhere a run stores text: settings, questions, metrics, events, the folder's name.
     hostile = write_run(
         tmp_path / HOSTILE.replace("/", ""), events=2, questions=(HOSTILE, HOSTILE + "2"), settings={HOSTILE: HOSTILE}
     )
@@ -123,7 +123,7 @@ def test_nothing_that_a_run_says_becomes_part_of_the_page(tmp_path: Path) -> Non
     assert found.data["labels"] == [hostile.name]
     assert any(chart["title"] == HOSTILE.replace("_", " ") for chart in found.data["charts"])
     assert "\u2028" not in found.scripts[0] + "".join(found.scripts[1:])
-    assert "{{ 7 * 7 }}" in found.text  # shown, not computed
+    assert "{{ 7 * 7 }}" in found.text  # displayed, not evaluated
 
 
 def test_a_browser_runs_these_scripts_and_no_other(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_secrets_and_the_home_folder_are_not_shown(tmp_path: Path, monkeypatch: 
     secret = "hf_" + "abcdefghijklmnopqrstuvwx"
     settings = {"hub_token": secret, "model_name_or_path": "/home/ada/models/llama", "url": f"https://u:{secret}@h/x"}
     folder = write_run(tmp_path / "run", settings=settings)
-    # Another program's summary, which nobody has cleaned.
+    # A summary from another program, not cleaned by anyone.
     summary = json.loads((folder / "run_summary.json").read_text())
     summary["settings"] |= settings
     (folder / "run_summary.json").write_text(json.dumps(summary))
@@ -293,7 +293,7 @@ def test_a_run_leaves_its_page_however_it_ends(tmp_path: Path) -> None:
         train()
     assert "ZeroDivisionError: division by zero" in (tmp_path / PAGE_NAME).read_text()
     before = (tmp_path / STARTS_NAME).read_bytes()
-    # One that is refused before its first step leaves the page and the record as they are.
+    # A run that is refused before its first step leaves the page and the record unchanged.
     with pytest.raises(ConfigError), leaves_report(tmp_path, is_main=True):
         raise ConfigError("no.")
     leave_report(tmp_path, None)
@@ -313,7 +313,7 @@ def test_a_page_that_cannot_be_written_is_a_line(
         with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
             while file.write(b"0" * 4096):
                 pass
-        os.truncate(filler, filler.stat().st_size - 8192)  # a little, for the record of the end
+        os.truncate(filler, filler.stat().st_size - 8192)  # leaves a little room for the record of the end
     (line,) = [line for line in capsys.readouterr().err.splitlines() if PAGE_NAME in line]
     assert line == (
         f"warning: {folder / PAGE_NAME} was not written (No space left on device). Fix: resolve that, then "
@@ -328,7 +328,7 @@ def test_a_page_that_cannot_be_written_is_a_line(
 def test_a_page_that_cannot_be_made_does_not_cost_the_record_of_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "accel_scale.report_page.page", None)  # as if a library that it needs was missing
+    monkeypatch.setitem(sys.modules, "accel_scale.report_page.page", None)  # as if a library it needs were missing
     with leaves_report(tmp_path, is_main=True):
         write_run(tmp_path, steps=3, finished=False)
     assert json.loads((tmp_path / STARTS_NAME).read_text().splitlines()[-1])["end"]["how"] == "finished"
@@ -366,7 +366,7 @@ def test_the_command_writes_where_it_is_told_and_replaces_no_other_file(
     assert re.fullmatch(r"written  one/report\.html: \d+ KiB\n", capsys.readouterr().out)
     assert main(["report", "one", "two"]) == 0
     assert "2 runs side by side" in (tmp_path / "comparison.html").read_text()
-    assert main(["report", "two", "-o", "comparison.html"]) == 0  # a page of ours
+    assert main(["report", "two", "-o", "comparison.html"]) == 0  # a page that we wrote
     assert "side by side" not in (tmp_path / "comparison.html").read_text()
     (tmp_path / "notes.html").write_text("mine")
     for where, said in (("notes.html", "is not a page of"), ("one", "is a folder"), ("no/x", "cannot be written")):
@@ -412,5 +412,5 @@ def test_figures_of_the_log_are_those_of_the_steps_since_the_last_line() -> None
 
 @pytest.mark.parametrize("name", sorted({path.stem for path in RECIPES.glob("*.py")} - {"tune"}))
 def test_every_recipe_leaves_one(name: str) -> None:
-    """A search leaves those of its trials."""
+    """A search leaves the reports of its trials."""
     assert "with held_folder(run)" in (RECIPES / f"{name}.py").read_text()

@@ -1,4 +1,4 @@
-"""The report in Chromium: drawn, hovered over, zoomed, walked through by keyboard, printed, and checked by axe."""
+"""The report in Chromium: rendered, hovered, zoomed, used by keyboard, printed, and checked with axe."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium"),
 ]
 WIDTHS, SCHEMES = (375, 800, 1600), ("light", "dark")
-# Pixels of a canvas that are not empty, and its colours.
+# The number of non-empty pixels of each canvas.
 DRAWN = """() => [...document.querySelectorAll('.charts canvas')].filter(c => c.clientWidth).map(c => {
   const data = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
   let count = 0;
@@ -41,7 +41,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run with events and restarts, and four runs beside each other."""
+    """A run with events and restarts, and four runs side by side."""
     root = tmp_path_factory.mktemp("runs")
     one = write_run(root / "one", events=3, restarts=2)
     four = [write_run(root / f"rate{at}", rate=10.0**-at, events=at % 2) for at in (2, 3, 4, 5)]
@@ -51,7 +51,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 class Opened:
-    """A page in a window of its own, with everything that it said and asked for."""
+    """A page in its own window, with its console messages and its requests."""
 
     def __init__(self, browser: Browser, path: Path, *, width: int = 1280, scheme: str = "light") -> None:
         self.page: Page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
@@ -69,7 +69,7 @@ class Opened:
         self.page.close()
 
     def drawn(self) -> list[int]:
-        """Pixels of each plot that are not empty, once all of them have been drawn."""
+        """The number of non-empty pixels of each plot, after all plots have been drawn."""
         self._settle()
         found: list[int] = self.page.evaluate(DRAWN)
         return found
@@ -78,7 +78,7 @@ class Opened:
         self.page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def _hear(self, text: str) -> None:
-        if "willReadFrequently" not in text:  # of the pixels that `DRAWN` reads
+        if "willReadFrequently" not in text:  # a warning about the pixels that `DRAWN` reads
             self.said.append(text)
 
     @property
@@ -127,7 +127,7 @@ def test_hovering_shows_the_values_of_every_plot(browser: Browser, pages: dict[s
         page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
         assert opened.range in ("step 30", "step 31")
         loss = float(page.inner_text("#chart-0 .legend button:first-child .value"))
-        assert 1.2 < loss < 1.7  # 1 + 2 exp(-1.5), and noise
+        assert 1.2 < loss < 1.7  # 1 + 2 exp(-1.5), plus noise
         assert page.inner_text("#chart-6 .legend .value") == "17 GiB"  # the other plots follow
         page.mouse.move(5, 5)
         assert opened.range == "all steps"
@@ -186,7 +186,7 @@ def test_the_keyboard_reaches_everything_in_reading_order(browser: Browser, page
             *("plot 0", "training", "validation", "Loss as a table", "plot 1", "learning rate"),
             *("Learning rate as a table", "plot 2"),
         ]
-        # A series is switched off and on again, and says so.
+        # A series is switched off and on again, and its button reports the state.
         page.focus("#chart-0 .legend button")
         before = opened.drawn()[0]
         page.keyboard.press("Space")

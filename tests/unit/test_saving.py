@@ -1,4 +1,4 @@
-"""Atomic saving, recovery after a kill, and the comparison of what was saved with what is in memory."""
+"""Atomic saving, recovery after a kill, and verification of what was saved against what is in memory."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_final_folder_loads_with_plain_from_pretrained(finished):
 
 
 def test_what_training_needs_does_not_end_up_in_the_model(tmp_path):
-    """The cache is off while training, and this generation configuration loads but cannot be saved as it is."""
+    """The cache is off during training, and this generation configuration can be loaded but not saved as it is."""
     model = tiny_llama()
     model.config.use_cache = False
     model.generation_config.update(temperature=0.6, top_p=0.9)
@@ -147,12 +147,12 @@ def test_final_folder_in_another_dtype(finished, tmp_path):
 @pytest.mark.parametrize("how", [True, "auto"])
 def test_resume_takes_the_newest_complete_checkpoint(tmp_path, how):
     reference = make_trainer(tmp_path / "straight", max_steps=6)
-    reference.train(resume_from_checkpoint="auto")  # nothing is there: it begins
+    reference.train(resume_from_checkpoint="auto")  # no checkpoint exists: a fresh start
     make_trainer(tmp_path / "run", max_steps=6, save_steps=2).train()
     run = tmp_path / "run"
     shutil.rmtree(run / "checkpoint-6")
     weights = run / "checkpoint-4" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])  # what a full disk leaves
+    weights.write_bytes(weights.read_bytes()[:-100])  # as after a full disk
     (run / atomic.STAGING_FOLDER / "checkpoint-6").mkdir(parents=True)
     assert latest_complete_checkpoint(run) == str(run / "checkpoint-2")
     resumed = make_trainer(run, max_steps=6)
@@ -180,11 +180,11 @@ def test_rewriting_an_existing_checkpoint_replaces_it(tmp_path):
 
 
 class _Stop(BaseException):
-    """Stands for the kill: nothing catches it, no cleanup may run after it."""
+    """Stands in for the kill: nothing catches it, and no cleanup may run after it."""
 
 
 def _kill_at(monkeypatch, calls: list[str], at: int):
-    """Let the first `at` changes of the filesystem happen, then stop."""
+    """Let the first `at` changes to the filesystem happen, then stop."""
 
     def wrap(function, label):
         def stopping(*args, **kwargs):
@@ -212,7 +212,7 @@ def _write_generation(folder: Path, generation: int) -> None:
 
 
 def _read_generation(folder: Path) -> set[float] | None:
-    """Values of all tensors a loader would read, or None where a loader refuses the folder."""
+    """The values of all tensors that a loader would read, or None if a loader refuses the folder."""
     if not (folder / "config.json").is_file():
         return None
     weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
@@ -222,7 +222,7 @@ def _read_generation(folder: Path) -> set[float] | None:
 
 @pytest.mark.parametrize("name", ["checkpoint-7", "final"])
 def test_a_kill_at_any_moment_leaves_the_old_or_the_new_folder_or_none(tmp_path, monkeypatch, name):
-    """Replays the publication of a folder over an older one, stopping at every change of the filesystem."""
+    """Publish a folder over an older one, stopping at every change to the filesystem in turn."""
     for stop in range(100):
         run = tmp_path / f"stop-{stop}"
         target = run / name
@@ -284,7 +284,7 @@ def test_a_killed_save_state_is_cleared_away_at_the_next_start_and_nothing_else(
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     left = run / atomic.STAGING_FOLDER
     assert [path.name for path in left.iterdir()] == ["step_2"]
-    # Somebody else's: names that only look so, and what another run is saving beside this one.
+    # Other folders: some with similar names, and one that another run is saving next to this one.
     others = [run / "step_2.partial", run / "notes.partial", tmp_path / atomic.STAGING_FOLDER / "other_run"]
     for folder in others:
         folder.mkdir(parents=True)
@@ -317,12 +317,12 @@ trainer.train(resume_from_checkpoint=t.latest_complete_checkpoint({folder!r}))
 
 @pytest.mark.slow
 def test_kill_9_in_the_middle_of_saving_leaves_no_torn_checkpoint(tmp_path):
-    """A run that saves at every step is killed while a staged folder exists and resumed, twice or until one is met."""
+    """Kill and resume a run that saves at every step, twice or until a kill has hit while a staged folder existed."""
     source = textwrap.dedent(_KILLED_RUN).format(tests=str(Path(__file__).parent), folder=str(tmp_path))
     staging, kills, newest = tmp_path / atomic.STAGING_FOLDER, 0, 0
     for turn, after_bytes in enumerate((0, 10_000_000, 0, 10_000_000, 0)):
         if turn >= 2 and kills:
-            break  # on a busy machine the save may be over before the signal arrives
+            break  # on a busy machine the save may finish before the signal arrives
         run = subprocess.Popen(
             [sys.executable, "-c", source], stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
         )
@@ -331,7 +331,7 @@ def test_kill_9_in_the_middle_of_saving_leaves_no_torn_checkpoint(tmp_path):
             while time.monotonic() < deadline:
                 assert run.poll() is None, "the run ended before it was killed"
                 staged = []
-                with contextlib.suppress(FileNotFoundError):  # removed while it was listed
+                with contextlib.suppress(FileNotFoundError):  # removed during listing
                     staged = [p for p in staging.glob("checkpoint-*") if int(p.name.split("-")[1]) > newest + 1]
                 if staged and _size(staged[0]) > after_bytes:
                     break
@@ -355,7 +355,7 @@ def test_kill_9_in_the_middle_of_saving_leaves_no_torn_checkpoint(tmp_path):
 def _size(folder: Path) -> int:
     try:
         return sum(path.stat().st_size for path in folder.rglob("*"))
-    except FileNotFoundError:  # published meanwhile
+    except FileNotFoundError:  # published in the meantime
         return -1
 
 
@@ -441,7 +441,7 @@ def lora(model, **settings):
 def test_adapter_is_verified_and_loads_through_its_base(tmp_path, monkeypatch):
     tiny_llama().save_pretrained(tmp_path / "base")
     monkeypatch.chdir(tmp_path)
-    base = AutoModelForCausalLM.from_pretrained("base")  # a relative path, as people type it
+    base = AutoModelForCausalLM.from_pretrained("base")  # a relative path, as users type it
     model = lora(base, use_dora=True, modules_to_save=["lm_head"])
     for parameter in model.parameters():
         parameter.data.add_(0.01 * torch.randn_like(parameter)) if parameter.requires_grad else None
@@ -449,7 +449,7 @@ def test_adapter_is_verified_and_loads_through_its_base(tmp_path, monkeypatch):
     trainer.train()
     trainer.save_model()
     assert trainer.first_verification.source == "adapter_model.safetensors"
-    assert trainer.first_verification.num_tensors == 2 * 2 * 3 + 1  # A, B, magnitude per matrix; the head
+    assert trainer.first_verification.num_tensors == 2 * 2 * 3 + 1  # A, B and magnitude per matrix; the head
     monkeypatch.chdir(tmp_path.parent)
     ids = torch.tensor([[5, 6, 7, 8]])
     expected = trainer.model.eval()(ids).logits
@@ -459,7 +459,7 @@ def test_adapter_is_verified_and_loads_through_its_base(tmp_path, monkeypatch):
 
 
 def test_an_empty_adapter_is_caught(tmp_path):
-    """What ZeRO-3 with LoRA once wrote: names with nothing in them."""
+    """ZeRO-3 with LoRA once wrote such an adapter: names with empty tensors."""
     model = lora(tiny_llama())
     model.save_pretrained(tmp_path)
     path = tmp_path / "adapter_model.safetensors"
@@ -513,7 +513,7 @@ def test_mismatch_stops_the_run_and_is_not_published(tmp_path, monkeypatch):
 
 
 def test_the_trainers_methods_that_are_overridden_still_exist():
-    """Named in one place; fails when transformers moves them."""
+    """The overridden methods are named in one place; this fails when transformers moves them."""
     import inspect
 
     source = inspect.getsource(Trainer._save_checkpoint)
@@ -523,7 +523,7 @@ def test_the_trainers_methods_that_are_overridden_still_exist():
 
 
 def test_a_best_checkpoint_says_where_it_is_and_not_where_it_was_written(tmp_path):
-    """A rate of zero: the first checkpoint stays the best, and each state that names it is read by a resume."""
+    """With a rate of zero the first checkpoint stays the best; a resume reads each state that names it."""
     trainer = make_trainer(
         tmp_path, learning_rate=0.0, max_steps=2, save_steps=1, eval_strategy="steps", eval_steps=1,
         load_best_model_at_end=True,

@@ -1,4 +1,4 @@
-"""Published laws give their published numbers, plans agree with each other, and fits find the law behind runs."""
+"""Published laws reproduce their published numbers, plans agree with each other, and fits recover known laws."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_compute_table() -> None:
 
 
 def test_published_losses() -> None:
-    """Chinchilla (70B, 1.4T) is better than Gopher (280B, 300B) at about the same compute, under both fits."""
+    """Chinchilla (70B, 1.4T) beats Gopher (280B, 300B) at about the same compute, under both fits."""
     for name in ("chinchilla", "refit"):
         law = LAWS[name]
         chinchilla, gopher = law.loss(70e9, 1.4e12), law.loss(280e9, 300e9)
@@ -95,7 +95,7 @@ def test_optimal_sizes_by_hand() -> None:
     assert published.tokens == pytest.approx(1e20 / published.params)
     assert plan_scaling("kaplan", compute=100 * 8.64e19).params == pytest.approx(1.3e9 * 10 ** (2 * 0.73))
     assert plan_scaling("rule", compute=120e20).params == pytest.approx(1e10)
-    # What is given stays, the rest follows.
+    # Given values stay fixed; the rest follows.
     run = plan_scaling("refit", params=1e9, compute=6e20)
     assert (run.params, run.tokens, run.compute) == (1e9, pytest.approx(1e11), pytest.approx(6e20))
     assert run.optimal_params == pytest.approx(plan_scaling("refit", compute=6e20).params)
@@ -151,7 +151,7 @@ def test_contradictions_are_refused() -> None:
 
 
 def runs_of(law: LossLaw, noise: float = 0.0) -> list[FittedRun]:
-    """A grid of runs whose losses are off by ± `noise` in a fixed pattern."""
+    """A grid of runs whose losses deviate by ± `noise` in a fixed pattern."""
     runs = []
     for i in range(5):
         for j in range(5):
@@ -168,7 +168,7 @@ def test_a_fit_finds_the_law_behind_exact_runs() -> None:
     assert fit.law.param_exponent == pytest.approx(law.param_exponent, rel=1e-3)
     assert fit.law.token_exponent == pytest.approx(law.token_exponent, rel=1e-3)
     assert fit.residual < 1e-6
-    # Every set of runs drawn from them says the same.
+    # Every resampled set of runs gives the same result.
     assert (fit.num_runs, fit.confidence) == (25, 0.95)
     for name, (low, high) in fit.intervals.items():
         assert low <= high
@@ -176,7 +176,7 @@ def test_a_fit_finds_the_law_behind_exact_runs() -> None:
 
 
 def test_intervals_are_those_of_the_seed_and_none_without_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaling_fit, "_STARTS", ((6.0, 6.0, 0.5, 0.5, 0.2),))  # one start will do here
+    monkeypatch.setattr(scaling_fit, "_STARTS", ((6.0, 6.0, 0.5, 0.5, 0.2),))  # one start is enough here
     law = LAWS["chinchilla"].law
     assert isinstance(law, LossLaw)
     runs = runs_of(law, noise=0.003)
@@ -209,7 +209,7 @@ def test_runs_drawn_again_are_of_several_sizes_and_token_counts(monkeypatch: pyt
 
 
 def test_the_slopes_that_the_fit_follows_are_those_of_its_distance() -> None:
-    """Of log L(N, D) − log loss by each constant, and of Huber's loss beyond a thousandth."""
+    """Slopes of log L(N, D) − log loss in each constant, and of Huber's loss beyond a thousandth."""
     data = np.log(np.array([[1e8, 2e9, 3.0], [1e9, 2e10, 2.4], [7e9, 1e11, 2.2]]))
     theta = np.array([6.0, 6.4, 0.5, 0.34, 0.29])
     distance, slopes = scaling_fit._residuals(theta, data)
@@ -220,7 +220,7 @@ def test_the_slopes_that_the_fit_follows_are_those_of_its_distance() -> None:
         step = np.eye(5)[index] * 1e-6
         moved = [scaling_fit._residuals(theta + sign * step, data)[0] for sign in (1, -1)]
         assert slopes[:, index] == pytest.approx((moved[0] - moved[1]) / 2e-6, rel=1e-4)
-    # A half of the square up to δ, then δ for each unit more.
+    # Half the square up to δ, then δ for each further unit.
     expected = sum(0.5 * d**2 if abs(d) < 1e-3 else 1e-3 * (abs(d) - 0.5e-3) for d in distance)
     assert scaling_fit._huber(theta, data) == pytest.approx(expected)
 
@@ -252,7 +252,7 @@ def test_intervals_hold_the_truth_and_repeat() -> None:
 
 
 def test_one_broken_run_does_not_move_the_fit() -> None:
-    """Huber: a run with twice the loss it should have (a crash) changes exponents little."""
+    """Huber loss: a run with twice its expected loss (a crash) barely changes the exponents."""
     law = LAWS["refit"].law
     assert isinstance(law, LossLaw)
     runs = runs_of(law)
@@ -311,12 +311,12 @@ def test_the_drawing_has_every_run_and_a_curve_per_size() -> None:
 
 
 def test_the_drawing_by_hand() -> None:
-    """720 × 480 with margins of 60, 130, 40 and 50; tokens a half below and twice above those of the runs."""
+    """720 × 480 with margins of 60, 130, 40 and 50; tokens from half the fewest to twice the most of the runs."""
     runs = [FittedRun(1e8, 1e9, 1.0), FittedRun(1e8, 4e9, 3.0), FittedRun(1e9, 2e9, 2.0)]
     fit = scaling_fit.Fit(LossLaw(2.0, 0.0, 1.0, 0.0, 1.0), {}, 3, 0.0)
     document = minidom.parseString(draw_fit(fit, runs))
     points = [[float(c.getAttribute(a)) for a in ("cx", "cy")] for c in document.getElementsByTagName("circle")]
-    # A quarter, three quarters and a half of the way from 5e8 to 8e9; losses from 0.99 to 3.03.
+    # One quarter, three quarters and half of the way from 5e8 to 8e9; losses from 0.99 to 3.03.
     down = [430 - 390 * (loss - 0.99) / 2.04 for loss in (1.0, 3.0, 2.0)]
     expected = list(zip((60 + 530 / 4, 60 + 530 * 3 / 4, 60 + 530 / 2), down, strict=True))
     assert [tuple(point) for point in points] == [pytest.approx(point, abs=0.06) for point in expected]
@@ -329,7 +329,7 @@ def test_the_drawing_by_hand() -> None:
         (t.firstChild.data, t.getAttribute("x"), t.getAttribute("y")) for t in document.getElementsByTagName("text")
     ]
     assert texts == [
-        ("1e9", "192.5", "448"),  # the only power of ten there
+        ("1e9", "192.5", "448"),  # the only power of ten in the range
         *((label, "52", y) for label, y in zip(
             ("0.99", "1.50", "2.01", "2.52", "3.03"), ("430.0", "332.5", "235.0", "137.5", "40.0"), strict=True)),
         ("tokens", "325.0", "468"),

@@ -1,4 +1,4 @@
-"""Weak and strong scaling: which launches, and what their tokens per second come to; once for real, on two ranks."""
+"""Weak and strong scaling: the launches, and what their tokens per second amount to; one real run on two ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_efficiency_is_per_rank_against_the_smallest_run_of_its_kind() -> None:
 
 
 def test_a_cpu_is_predicted_by_the_smallest_run_and_the_communication() -> None:
-    """A rank computes 9 s for 8 rows; nothing of the communication is hidden."""
+    """A rank needs 9 s of computation for 8 rows; no communication is overlapped."""
     results = [
         ScalingResult(ScalingRun("weak", 2, 8, 16), 1000.0, None, 10.0, 1.0),
         ScalingResult(ScalingRun("weak", 4, 8, 32), 1500.0, None, 12.0, 3.0),
@@ -91,7 +91,7 @@ def test_what_says_nothing_about_speed_is_left_out(tmp_path: Path) -> None:
 
 
 def test_how_gradients_are_sent_is_left_out_on_one_rank(tmp_path: Path) -> None:
-    """The recipes refuse such flags where one process sends none."""
+    """The recipes refuse such flags if a single process sends no gradients."""
     launch = read_launch_file(REPOSITORY / "accelerate_configs" / "fsdp2.yaml")
     words = ["--sync_each_batch", "--ddp_comm_hook", "bf16", "--learning_rate", "1e-3"]
     recipe = RecipeCommand.parse(str(REPOSITORY / "recipes" / "pretrain.py"), words)
@@ -121,7 +121,7 @@ def test_one_and_two_ranks_are_really_measured(tmp_path: Path, capsys: pytest.Ca
     recipe = [str(REPOSITORY / "recipes" / "pretrain.py"), "--model_config", str(tmp_path / "config.json")]
     recipe += ["--tokenizer", "byte", "--data", str(tmp_path / "text.txt"), "--text_documents", "line"]
     recipe += ["--max_length", "64", "--per_device_train_batch_size", "2", "--dataloader_num_workers", "0"]
-    # A ring of two sends each gradient once: 1 MB/s makes communication the larger part of a step.
+    # A ring of two sends each gradient once; 1 MB/s makes communication the larger part of a step.
     fit = FittedLink("all_reduce", "ring", 2, Link(1e6, 1e-6), (), ())
     save_links(MeasuredLinks("gloo", "a processor", {"all_reduce": fit}, {}), tmp_path / "links.json")
     flags = ["--config_file", str(tmp_path / "ddp.yaml"), "--ranks", "1,2", "--kind", "weak", "--steps", "6", "--json"]

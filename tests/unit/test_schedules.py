@@ -28,7 +28,7 @@ SHAPES = ("1-sqrt", "linear", "cosine")
 
 @st.composite
 def runs(draw):
-    """Settings of a run whose warm-up and decay fit into it."""
+    """Settings of a run that is long enough for its warm-up and decay."""
     num_steps = draw(st.integers(2, 2000))
     num_warmup = draw(st.integers(0, num_steps // 2))
     return {
@@ -56,11 +56,11 @@ def test_properties_of_every_decaying_schedule(run):
     num_steps, num_warmup, floor = run["num_training_steps"], run["num_warmup_steps"], run["min_lr_ratio"]
     factors = [lr_factor(step, **run) for step in range(num_steps + 2)]
     warmup, rest = factors[:num_warmup], factors[num_warmup:]
-    assert all(0 < factor <= 1 for factor in warmup)  # no step is wasted at a learning rate of zero
+    assert all(0 < factor <= 1 for factor in warmup)  # no step is wasted with a learning rate of zero
     assert warmup == sorted(warmup)
     assert all(floor - 1e-12 <= factor <= 1 + 1e-12 for factor in rest)
     assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(rest))
-    assert rest[0] == pytest.approx(1.0)  # the decay starts where the warm-up arrived
+    assert rest[0] == pytest.approx(1.0)  # the decay starts where the warm-up ended
     assert factors[num_steps] == pytest.approx(floor, abs=1e-12)
     assert factors[num_steps + 1] == pytest.approx(floor, abs=1e-12)
 
@@ -68,7 +68,7 @@ def test_properties_of_every_decaying_schedule(run):
 @settings(max_examples=40, deadline=None)
 @given(runs())
 def test_no_jump_larger_than_the_steepest_part_of_the_curve(run):
-    """Continuity: consecutive factors differ by at most the largest slope that each phase can have."""
+    """Continuity: consecutive factors differ by at most the largest slope of each phase."""
     num_steps, num_warmup = run["num_training_steps"], run["num_warmup_steps"]
     decay_steps = num_steps - num_warmup
     if run["name"] == "warmup_stable_decay":
@@ -152,7 +152,7 @@ def test_wsd_by_ratios_needs_no_hand_computed_steps():
         optimizer, "wsd", num_training_steps=200, warmup_ratio=0.05, decay_ratio=0.2, min_lr_ratio=0.1
     )
     rates = _learning_rates(optimizer, schedule, 200)
-    assert sum(rate == 1.0 for rate in rates) == 200 - 9 - 39  # both joints touch the peak
+    assert sum(rate == 1.0 for rate in rates) == 200 - 9 - 39  # both joints are at the peak
     assert rates[0] == pytest.approx(0.1)
     assert rates[160] == 1.0
     assert rates[161] < 1.0
@@ -171,7 +171,7 @@ def test_resumes_from_plain_numbers(name):
     file = io.BytesIO()
     torch.save({"schedule": schedule.state_dict(), "optimizer": first.state_dict()}, file)
     file.seek(0)
-    state = torch.load(file, weights_only=True)  # refuses anything but plain data
+    state = torch.load(file, weights_only=True)  # refuses anything other than plain data
 
     second = _optimizer()
     resumed = create_schedule(second, name, **settings_)
@@ -200,7 +200,7 @@ def test_scales_every_group_and_learning_rates_held_in_tensors():
     tensor_lr.step()
     schedule.step()
     assert [float(group["lr"]) for group in tensor_lr.param_groups] == [1.5, 3.0]
-    assert isinstance(tensor_lr.param_groups[0]["lr"], torch.Tensor)  # torchao's optimizers insist on it
+    assert isinstance(tensor_lr.param_groups[0]["lr"], torch.Tensor)  # torchao's optimizers require it
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_unknown_scaling_rule():
 
 @settings(max_examples=20, deadline=None)
 @given(st.sampled_from(OWN_SCHEDULES), st.integers(1, 25), st.integers(0, 25), st.sampled_from([0.0, 0.25]))
-@example("warmup_stable_decay", 8, 3, 0.25)  # resumed inside of the decay
+@example("warmup_stable_decay", 8, 3, 0.25)  # resumed in the middle of the decay
 @example("warmup_stable_decay", 8, 8, 0.25)  # at its end
 @example("cosine", 1, 0, 0.25)  # the warm-up is the whole run
 def test_a_resumed_schedule_is_the_undisturbed_one(name, num_steps, at, warmup_ratio):
@@ -313,14 +313,14 @@ def test_a_resumed_schedule_is_the_undisturbed_one(name, num_steps, at, warmup_r
 
 
 def test_a_decay_begins_when_the_warm_up_is_over():
-    """A quarter of ten steps is three, three quarters are eight: the peak is reached all the same."""
+    """A quarter of ten steps rounds to three and three quarters to eight, yet the peak is reached."""
     optimizer = _optimizer(lr=1.0)
     schedule = create_schedule(optimizer, "wsd", num_training_steps=10, warmup_ratio=0.25, decay_ratio=0.75)
     rates = _learning_rates(optimizer, schedule, 11)
     assert rates[:4] == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0])
     assert rates[4] == pytest.approx(1 - math.sqrt(1 / 7))
     assert rates[10] == 0
-    # A share of the run as --warmup_steps, and a trunk, whose warm-up may be all of it.
+    # A trunk's warm-up may take all of the run, or more.
     trunk = _optimizer(lr=1.0)
     schedule = create_schedule(trunk, "wsd", num_training_steps=4, warmup_steps=8, decay_ratio=0)
     assert _learning_rates(trunk, schedule, 4) == pytest.approx([1 / 8, 2 / 8, 3 / 8, 4 / 8])
@@ -344,7 +344,7 @@ def test_a_decay_takes_a_tenth_of_the_run_by_its_root_where_nothing_is_said():
     rates = _learning_rates(optimizer, schedule, 41)
     assert rates[:37] == [1.0] * 37
     assert rates[37:] == pytest.approx([1 - math.sqrt(share / 4) for share in (1, 2, 3, 4)])
-    # One step of ten, not all of them: there is room for half a run of decay.
+    # This is one step of ten, not all of them: there is room for half a run of decay.
     create_schedule(_optimizer(), "wsd", num_training_steps=10, warmup_steps=1, decay_ratio=0.5)
 
 

@@ -1,4 +1,4 @@
-"""Models from nothing: shapes from a number of parameters, configurations from a file, the same weights for a seed."""
+"""New models: shapes for a number of parameters, configurations from a file, the same weights for a seed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_amount_that_is_none_is_one_clear_error(text):
 def test_any_size_gets_a_shape_within_ten_per_cent(exponent, vocab):
     wanted = round(10**exponent)
     if wanted < 3 * 64 * vocab:
-        return  # the vocabulary alone is most of it
+        return  # the vocabulary alone takes most of it
     shape = choose_shape(wanted, vocab)
     assert abs(shape.num_params / wanted - 1) <= 0.1
     assert shape.hidden_size % shape.num_heads == 0

@@ -1,4 +1,4 @@
-"""The search: what fits is found, nothing that fits is missed, the simplest of equals comes first, 70B in a second."""
+"""The search finds what fits and misses nothing, puts the simplest of equals first, and plans 70B within a second."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_tuned_buffers_are_planned_where_their_launch_file_is_named():
     found = {c.choice.label: c for c in search(replace(asked, strategies=files)).candidates}
     assert set(found) == set(files)
     two, tuned_two, three, tuned_three = (found[name].memory for name in files)
-    # In the backward pass: three buffers of 0.2 GB for two of 1 GB; and 0.4 for 2 GB, with 0.1 GB more ahead.
+    # Backward pass: three buffers of 0.2 GB instead of two of 1 GB; then 0.4 GB instead of 2, and 0.1 GB more ahead.
     by_phase = [{phase.name: phase.total_bytes for phase in memory.phases} for memory in (two, tuned_two)]
     assert by_phase[0]["backward, last layer"] - by_phase[1]["backward, last layer"] == pytest.approx(2e9 - 6e8)
     assert three.peak_bytes - tuned_three.peak_bytes > 1e9
@@ -120,7 +120,7 @@ def test_fastest_first_and_the_simplest_of_those_that_are_about_as_fast():
 
 
 def test_no_setting_of_the_best_strategy_is_faster():
-    """Against brute force over all settings of one strategy, with none left out."""
+    """Compared with brute force over all settings of one strategy, none left out."""
     asked = request("Llama-3.2-1B", "4090", strategies=("one GPU",), global_batch_size=16)
     best = search(asked).best
     everything = []
@@ -138,7 +138,7 @@ def test_no_setting_of_the_best_strategy_is_faster():
 
 
 def test_the_whole_share_in_one_micro_batch_is_tried_where_smaller_ones_do_not_fit():
-    """Without accumulation no gradients wait during the forward pass, so more rows can need less memory."""
+    """Without accumulation no gradients wait during the forward pass, so more rows may need less memory."""
     asked = request("Llama-3.2-1B", "4090", global_batch_size=2, sequence_length=128)
     fixed = {"checkpointing": "full", "optimizer": "adamw_torch_fused"}
     one, two = (
@@ -178,7 +178,7 @@ def test_an_unknown_speed_prefers_the_simplest_and_the_fewest_micro_batches():
 
 
 def test_on_one_gpu_8_bit_states_come_before_offload_whose_buffers_are_larger_than_the_states():
-    """On a T4 two rows of 1,024 tokens fit with 8-bit states; DeepSpeed's buffer of 1 GB takes more than it moves."""
+    """On a T4, two rows of 1,024 tokens fit with 8-bit states; DeepSpeed's buffer of 1 GB exceeds what it offloads."""
     asked = request("mistralai/Mistral-7B-v0.1", "T4", methods=("qlora",), sequence_length=1024)
     asked = replace(asked, fixed={"precision": "fp16", "lora": LoraSetup(dropout=0.05)})
     found = search(asked).candidates
@@ -285,11 +285,11 @@ def test_gradients_of_every_micro_batch_are_reduced_where_whole_ones_do_not_fit(
     assert best.setup.sync_each_batch
     assert best.setup.accumulation > 1
     (rejected,) = search(replace(asked, fixed={"sync_each_batch": False})).rejections
-    assert "gradients 61" in rejected.reason  # GiB: 32.8 B gradients of two bytes
+    assert "gradients 61" in rejected.reason  # GiB: 32.8 B gradients of two bytes each
     without = replace(best.setup, sync_each_batch=False)
     whole = predict_memory(asked.model, without).device_bytes - best.memory.device_bytes
     assert whole == pytest.approx((2 - 4 / 8) * asked.model.num_params, rel=0.02)  # an eighth of them waits, in fp32
-    # Where they fit, sending them once is faster.
+    # If they fit, sending them once is faster.
     small = search(request("Llama-3.2-1B", "H100-SXM", 8, global_batch_size=512, strategies=("FSDP2",))).best
     assert not small.setup.sync_each_batch
     for recipe in (SFT_PLAN, PRETRAIN_PLAN):

@@ -1,4 +1,4 @@
-"""Steps of the search one by one: what fits a described card, which of equals comes first, what is tried."""
+"""Steps of the search one by one: what fits a described GPU, which of equals comes first, what is tried."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def test_the_upper_end_of_the_interval_must_fit_to_the_byte() -> None:
 @pytest.mark.parametrize(
     ("setup", "processes"),
     [
-        (PLAIN, 4),  # each maps the model
+        (PLAIN, 4),  # each process maps the model
         (replace(PLAIN, parallel=ParallelSetup("ddp", 4, 4)), 4),
-        (replace(PLAIN, parallel=ParallelSetup("fsdp2", 4, 4)), 1),  # one loads for all
+        (replace(PLAIN, parallel=ParallelSetup("fsdp2", 4, 4)), 1),  # one process loads for all
         (replace(PLAIN, parallel=ParallelSetup("ddp", 4, 4, tensor_parallel=2)), 1),
-        (replace(PLAIN, parallel=ParallelSetup("fsdp2", 4, 4, offload_params="cpu")), 4),  # what stays is each one's
+        (replace(PLAIN, parallel=ParallelSetup("fsdp2", 4, 4, offload_params="cpu")), 4),  # each keeps its own part
         (replace(PLAIN, parallel=ParallelSetup("fsdp2", 4, 4), checkpointing="offload"), 4),
     ],
 )
@@ -82,7 +82,7 @@ def candidate(seconds: float | None, *simplicity: int, accumulation: int = 1) ->
 def test_the_simplest_of_those_that_are_about_as_fast_comes_first() -> None:
     fast, near, late = candidate(1.0, 3), candidate(1.03, 1), candidate(1.04, 0)
     assert steps._rank([late, near, fast]) == [near, fast, late]
-    # Three per cent of the fastest that is left.
+    # Within three per cent of the fastest remaining one.
     assert steps._rank([candidate(2.0, 0), candidate(1.0, 9)])[0].time.step_seconds == 1.0
     unknown = [candidate(None, 2, accumulation=1), candidate(None, 1, accumulation=8), candidate(None, 1)]
     assert steps._rank([*unknown, fast]) == [fast, unknown[2], unknown[1], unknown[0]]
@@ -118,7 +118,7 @@ def test_settings_of_one_strategy_are_tried_from_the_leanest() -> None:
     assert policies == ["full", "selective", "none"]
     optimizers = list(dict.fromkeys(setup.optimizer for sizes in found for setup in sizes))
     assert optimizers == ["adamw_torch_fused", "adamw_torch_8bit", "paged_adamw_8bit"]
-    # Sixteen rows on four ranks: 1 and 2 at a time, several times, and all four at once in a list of its own.
+    # Sixteen rows on four ranks: 1 or 2 at a time with accumulation, and all four at once in a separate list.
     assert [[s.micro_batch_size for s in sizes] for sizes in found[:2]] == [[1, 2], [4]]
     for setup in (setup for sizes in found for setup in sizes):
         assert setup.global_batch_size == 16
@@ -173,7 +173,7 @@ def test_why_a_strategy_is_none_of_those_found() -> None:
     assert best is None
     assert rejection.setup is not None
     assert rejection.memory is not None
-    # The one that needs least of all that were tried.
+    # The setting that needs the least memory of all that were tried.
     assert rejection.memory.high_bytes == min(
         predict_memory(SMALL, sizes[0]).high_bytes for sizes in settings(asked(), choice("ddp")) if sizes
     )
@@ -211,7 +211,7 @@ def test_who_may_share_a_model_and_when() -> None:
     for changes, may in (
         ({"recipe": PRETRAIN_PLAN}, True),
         ({"recipe": replace(PRETRAIN_PLAN, shared_by=())}, False),
-        ({}, False),  # its rows are short
+        ({}, False),  # the recipe's rows are short
         ({"degrees": Degrees(sequence=2)}, True),
         (long, True),
     ):

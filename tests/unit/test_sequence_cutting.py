@@ -1,4 +1,4 @@
-"""What can be cut along its sequences, how batches are cut, and what is refused."""
+"""Splitting along sequences: which models and batches can be split, how, and what is refused."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_lengths_of_documents_in_rows_laid_end_to_end():
 
 
 class Halved(torch.nn.Module):
-    """A model of one table that is off by `error` on parts of a row, of which this rank has the second half."""
+    """A model of one table whose results are off by `error` on the parts of a row; this rank has the second half."""
 
     def __init__(self, error: float) -> None:
         super().__init__()

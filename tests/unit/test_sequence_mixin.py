@@ -1,4 +1,4 @@
-"""What a trainer with parts of rows refuses, how rows are filled up, and which ranks read the same."""
+"""Trainers with split rows: what they refuse, how rows are padded, and which ranks read the same rows."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_filled_up_parts_hold_every_token_and_label_once(length, size, packed):
     whole = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
     assert torch.equal(whole["input_ids"][:, :length], ids)
     assert bool((whole["input_ids"][:, length:] == 3).all())
-    # Each position predicts the next token; the last one and what was added predict nothing.
+    # Each position predicts the next token; the last position and the padding predict nothing.
     assert torch.equal(whole["shift_labels"][:, : length - 1], ids[:, 1:])
     assert bool((whole["shift_labels"][:, length - 1 :] == -100).all())
     if packed:
@@ -65,7 +65,7 @@ def test_filled_up_parts_hold_every_token_and_label_once(length, size, packed):
 
 
 class OneOf(Accelerator):
-    """What one of several processes would see."""
+    """An accelerator that reports the view of one of several processes."""
 
     def __init__(self, num_processes: int, rank: int) -> None:
         super().__init__(cpu=True)

@@ -1,4 +1,4 @@
-"""Parts of rows inside of one process: what a model is told of whole rows, what is put back, and what is refused."""
+"""Split rows within one process: what a model learns about whole rows, what is restored, and what is refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Pair:
 
 @pytest.fixture(autouse=True)
 def registries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is registered here is not there for other tests."""
+    """Undo all registrations, so that other tests do not see them."""
     for registry in (ALL_MASK_ATTENTION_FUNCTIONS, ALL_ATTENTION_FUNCTIONS):
         monkeypatch.setattr(type(registry), "_global_mapping", dict(type(registry)._global_mapping))
         monkeypatch.setattr(registry, "_local_mapping", dict(registry._local_mapping))
@@ -46,7 +46,7 @@ def registries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def doubled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other rank's positions follow those of this one."""
+    """The other rank's positions continue those of this rank."""
 
     def gather(positions: torch.Tensor, group: Any, size: int) -> torch.Tensor:
         return torch.cat([positions, positions + positions.shape[1]], 1)
@@ -196,7 +196,7 @@ def test_a_model_that_asks_for_no_mask_has_not_seen_whole_rows(doubled: None) ->
 
 
 def test_masks_are_those_of_whole_rows() -> None:
-    """Two documents, of which the second crosses the cut; the mask in one process and the one on a rank are equal."""
+    """Two documents, the second of which crosses the cut; the mask on a rank equals the mask of one process."""
     whole = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
     wrap_attention("sdpa")
     make = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
@@ -279,7 +279,7 @@ def test_query_groups_are_those_of_the_heads_that_are_here(monkeypatch: pytest.M
 
 
 class Rotary(nn.Module):
-    """Frequencies by the longest position that it is given."""
+    """Frequencies that depend on the longest position in its input."""
 
     def __init__(self, rope_type: Any) -> None:
         super().__init__()
@@ -326,7 +326,7 @@ def test_frequencies_inside_of_layers_are_refused() -> None:
 
 
 class Below:
-    """What the mixin asks of a trainer, on the second of two ranks of the first of two groups."""
+    """The parts of a trainer that the mixin uses, on the second of two ranks in the first of two groups."""
 
     gather_function = None
 
@@ -388,7 +388,7 @@ def test_a_rank_holds_its_part_of_the_filled_up_rows(rank: int, monkeypatch: pyt
 
 
 def test_an_evaluated_row_counts_once() -> None:
-    """Four ranks, two groups; each rank has gathered two values, of the rows that its group has read."""
+    """Four ranks in two groups; each rank contributes two values, those of the rows that its group has read."""
     made = trainer(2)
     function, args, kwargs = made.evaluation_loop("loader", description="d")
     assert (args, kwargs) == (("loader",), {"description": "d"})
@@ -407,7 +407,7 @@ def test_an_evaluated_loss_is_the_mean_over_whole_rows(monkeypatch: pytest.Monke
 
     def compute_loss(model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
         asked.append((int(num_items_in_batch), torch.is_grad_enabled()))
-        return torch.tensor(3.0, requires_grad=True) * 4  # as for a mean of gradients over four ranks
+        return torch.tensor(3.0, requires_grad=True) * 4  # scaled as for a mean of gradients over four ranks
 
     def all_reduce(value: torch.Tensor, group: Any) -> None:
         assert group == "group"
@@ -433,7 +433,7 @@ def test_loaders_are_prepared_for_groups(size: int) -> None:
 
 
 def test_twins_whose_heads_do_not_divide_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run's model stays as it is, and so do the random numbers."""
+    """The run's model and its random numbers stay as they are."""
     from accel_scale.start_check import twin
     from accel_scale.trainers import sequence_mixin
 

@@ -1,4 +1,4 @@
-"""A model that ranks share: which rank holds what, and what they train together beside one process."""
+"""A model shared by ranks: what each rank holds, and training compared with a single process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from accel_scale.parallel.pipelines.split import stage_of
 from accel_scale.training.guard.parallel_control import ParallelGate
 
 VOCAB, LENGTH, STEPS, BATCHES, DECAY = 48, 16, 3, 4, 0.5
-EPSILON = 1e-3  # Adam divides a gradient of nothing but rounding by itself otherwise
+EPSILON = 1e-3  # otherwise Adam would normalise gradients that consist only of rounding
 
 
 def model(*, tied: bool = True) -> Any:
@@ -54,7 +54,7 @@ def accelerator() -> Any:
 
 
 def rows(step: int) -> list[dict[str, torch.Tensor]]:
-    """Micro-batches of one row, of two documents each, with labels that begin at other places."""
+    """Micro-batches of one row with two documents each; their labels begin at different places."""
     draw = torch.Generator().manual_seed(step % 2)
     batches = []
     for index in range(BATCHES):
@@ -76,7 +76,7 @@ def count(batches: list[dict[str, torch.Tensor]]) -> int:
 
 @functools.cache
 def expected() -> dict[str, Any]:
-    """Losses, norms and weights of one process with torch's own loss, and the sum of a later micro-batch's losses."""
+    """Losses, norms and weights of one process with torch's own loss, and one micro-batch's summed loss afterwards."""
     made = model()
     embedding = made.get_input_embeddings().weight
     decayed = [p for p in made.parameters() if p.ndim > 1 and p is not embedding]
@@ -104,7 +104,7 @@ def expected() -> dict[str, Any]:
 
 
 def trained_together(layout: ParallelLayout, settings: PipelineSettings) -> dict[str, Any]:
-    """What a rank has after a plain loop over its share of the rows."""
+    """A rank's results after a plain loop over its share of the rows."""
     made, run, rank = model(), accelerator(), dist.get_rank()
     assert model_parallel_of(run) is None
     shared = parallelize(
@@ -171,12 +171,12 @@ def test_ranks_train_what_one_process_does(sizes: dict[str, Any], tmp_path: Path
     schedule = {"schedule": "1f1b", **sizes}["schedule"]
     settings = PipelineSettings(schedule, 2 if schedule == "interleaved" else 1)
     layout = ParallelLayout(**{name: size for name, size in sizes.items() if name != "schedule"})
-    wanted = expected()  # before the fork, so that the ranks have it, too
+    wanted = expected()  # before the fork, so that the ranks have it too
     first, second = on_ranks(2, lambda: trained_together(layout, settings), tmp_path)
     for name in ("losses", "norms", "evaluated"):
         assert first[name] == second[name], f"{name}: the same on both ranks"
         assert first[name] == pytest.approx(wanted[name], rel=1e-5), name
-    times = 1 if layout.pp > 1 else 2  # each of two ranks has a name of every weight, or one of two stages has it
+    times = 1 if layout.pp > 1 else 2  # either both ranks know every weight, or one of two stages does
     tied_once = {name for name in wanted["weights"] if name != "lm_head.weight"}
     assert first["names"] == sorted([*tied_once] * times)
     assert first["copies"] == (["model.embed_tokens.weight"] if layout.pp > 1 else [])
@@ -323,7 +323,7 @@ def shared_by(layout: ParallelLayout, **options: Any) -> ModelParallel:
 
 
 def test_stages_products_and_shards_of_eight_ranks() -> None:
-    """Two stages of two layers, of which two ranks share products and two share what each of those holds."""
+    """Two stages of two layers; in each, two ranks share matrix products, and two share what each of those holds."""
     layout = ParallelLayout(pp=2, dp_shard=2, tp=2, fsdp=True)
     for rank in range(8):
         with as_rank(rank, 8):
@@ -408,7 +408,7 @@ def test_weights_are_gathered_for_a_block_and_freed_after_it(reshard: bool, dtyp
 
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"dp_replicate": 2}])
 def test_gradients_travel_with_the_last_micro_batch_only(sizes: dict[str, int], monkeypatch: Any) -> None:
-    """Reductions of a backward pass, one for each unit; also in fp32 where weights are gathered in bf16."""
+    """The reductions of one backward pass, one per unit; also in fp32 when weights are gathered in bf16."""
     calls: list[torch.dtype] = []
     for name in ("reduce_scatter_single", "all_reduce"):
         original = getattr(dist, name)

@@ -1,4 +1,4 @@
-"""The search where ranks share the model: only when nothing simpler fits, the lowest degrees, and what they cost."""
+"""The search with shared models: only if nothing simpler fits, at the lowest degrees, and at what cost."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def test_the_fine_tuning_recipe_shares_long_rows_and_nothing_else():
     plan = search(request)
     assert plan.best.setup.parallel.sequence_parallel > 1
     assert all(c.setup.parallel.tensor_parallel * c.setup.parallel.pipeline_parallel == 1 for c in plan.candidates)
-    # 4-bit weights too, which stay as they are: what is exchanged is activations.
+    # The same for 4-bit weights, which stay as they are: activations are exchanged.
     assert search(replace(request, methods=("qlora",))).best.setup.parallel.sequence_parallel > 1
-    # Where rows are short no degree of it helps, and nothing else is shared.
+    # With short rows no degree of it helps, and nothing else is shared.
     too_large = replace(request, model=load_model_facts("Llama-3.1-405B"), sequence_length=2048)
     assert search(too_large).best is None
     assert search(replace(too_large, recipe=PRETRAIN_PLAN, machine=h100s(512), global_batch_size=512)).best is not None
@@ -69,7 +69,7 @@ def test_a_row_that_does_not_fit_is_shared():
     assert best.tensor_parallel * best.sequence_parallel <= 8
     reasons = {rejection.label: rejection.reason for rejection in plan.rejections}
     assert "activations and loss" in reasons["FSDP2"]
-    # The lowest degree of its kind: the next lower one is rejected, with its reason.
+    # The lowest degree of its kind: the next lower one is rejected, with a reason.
     alone = [c.setup.parallel for c in plan.candidates if c.setup.parallel.degrees[:2] == (1, 1)]
     assert alone
     lower = f"FSDP2 × SP{alone[0].sequence_parallel // 2}"
@@ -90,7 +90,7 @@ def test_a_batch_too_small_for_data_parallelism_alone_is_no_error():
 
 
 def test_70b_on_4_by_4_by_4():
-    """Stages × shards × tensor-parallel ranks on 64 GPUs, with the numbers by hand."""
+    """Pipeline stages × shards × tensor-parallel ranks on 64 GPUs, with the numbers by hand."""
     plan = search(asked("Llama-3.1-70B", 64, global_batch_size=256, sequence_length=4096, degrees=Degrees(4, 4)))
     best = plan.best
     parallel = best.setup.parallel
@@ -99,7 +99,7 @@ def test_70b_on_4_by_4_by_4():
     states = best.memory.states
     # 70.6e9 parameters × 12 bytes (weights and moments) ÷ 64, at most 7 % more on the fullest stage.
     assert 1 <= (states.weight_bytes + states.optimizer_bytes) / (70.55e9 * 12 / 64) < 1.07
-    # Whole gradients of a stage in fp32 until its last micro-batch: 70.6e9 × 4 ÷ 16.
+    # Whole fp32 gradients of a stage until its last micro-batch: 70.6e9 × 4 ÷ 16.
     terms = dict(best.memory.peak_phase.terms)
     assert max(terms["gradients"], terms.get("unreduced gradients", 0)) == pytest.approx(70.55e9 * 4 / 16, rel=0.07)
     m = best.setup.accumulation
@@ -119,7 +119,7 @@ def test_405b_on_16_nodes_takes_seconds():
     plan = search(asked("Llama-3.1-405B", 128, global_batch_size=256, sequence_length=4096))
     assert time.process_time() - before < 4.0
     assert plan.num_considered > 500
-    # Gradients of several micro-batches would wait whole, and a pipeline's buffers are for all of them.
+    # Gradients of several micro-batches would wait whole, and a pipeline keeps buffers for all of them.
     assert plan.best is None
     assert all(rejection.reason for rejection in plan.rejections)
     best = search(asked("Llama-3.1-405B", 128, global_batch_size=16, sequence_length=4096)).best
@@ -222,7 +222,7 @@ def test_micro_batches_in_flight_by_schedule():
 
 
 def test_the_fullest_stage_decides():
-    """A vocabulary of 128,000 makes the last stage the fullest, many micro-batches in flight the first."""
+    """A vocabulary of 128,000 makes the last stage the fullest; many micro-batches in flight make it the first."""
     model = load_model_facts("Llama-3.2-1B")
     parallel = ParallelSetup("single", 4, pipeline_parallel=4)
     kept = TrainingSetup(

@@ -1,4 +1,4 @@
-"""Shrunken models are of the same class, keep what shapes a launch, and train."""
+"""Shrunken models have the same class, keep what matters for a launch, and train."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from accel_scale.shrinking.layers import chosen_layers
 from accel_scale.shrinking.model_source import load_model_config
 from accel_scale.shrinking.shrink import shrink_config, write_shrunken_model
 
-# As published on the hub, where they differ from the class's defaults.
+# As published on the hub, where this differs from the class's defaults.
 REAL: dict[str, Any] = {
     "llama": LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=32,
@@ -99,7 +99,7 @@ def test_same_class_and_it_trains(family: str) -> None:
 
 @pytest.mark.parametrize("family", REAL)
 def test_every_module_of_the_real_model_has_its_like(family: str) -> None:
-    """The same module names and classes, layer numbers aside: what FSDP wraps and LoRA targets stays there."""
+    """The same module names and classes, apart from layer numbers: what FSDP wraps and LoRA targets still exists."""
     tiny = shrink_config(REAL[family])
     with torch.device("meta"):
         pair = [AutoModelForCausalLM.from_config(config) for config in (REAL[family], tiny)]
@@ -192,14 +192,14 @@ def test_an_unknown_model_is_named(tmp_path: Path) -> None:
 
 
 def test_the_catalogue_answers_where_the_hub_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gated models of which everybody knows the configuration."""
+    """Gated models whose configuration is widely known."""
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", _out_of_reach)
     config = load_model_config("meta-llama/Llama-3.1-8B")
     assert (config.model_type, config.num_hidden_layers, config.num_key_value_heads) == ("llama", 32, 8)
     with pytest.raises(ConfigError, match="cannot be had: no hub"):
         load_model_config("nobody/has-this")
     with pytest.raises(ConfigError, match="cannot be had: no hub"):
-        load_model_config("Qwen/Qwen-7B")  # its code is not transformers'
+        load_model_config("Qwen/Qwen-7B")  # its code is not part of transformers
 
 
 def _out_of_reach(*args: object, **kwargs: object) -> None:
@@ -207,7 +207,7 @@ def _out_of_reach(*args: object, **kwargs: object) -> None:
 
 
 def test_a_seed_gives_one_model_and_draws_nothing_from_the_run(tmp_path: Path) -> None:
-    """Rehearsals repeat, and a run that makes a twin of its model goes on with the random numbers it had."""
+    """Rehearsals are repeatable, and a run that makes a twin of its model keeps its own random state."""
     from safetensors.torch import load_file
 
     real = tmp_path / "real"
@@ -216,7 +216,7 @@ def test_a_seed_gives_one_model_and_draws_nothing_from_the_run(tmp_path: Path) -
     before = torch.random.get_rng_state()
     made = []
     for name, seed in (("a", {}), ("b", {}), ("c", {"seed": 1})):
-        torch.rand(3)  # whatever the run has drawn
+        torch.rand(3)  # random numbers that the run has drawn
         torch.random.set_rng_state(before)
         write_shrunken_model(str(real), tmp_path / name, fallback_tokenizer=default_model_path(), **seed)
         assert torch.equal(torch.random.get_rng_state(), before)

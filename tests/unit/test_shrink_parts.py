@@ -1,4 +1,4 @@
-"""Shrinking by hand: which layers of every kind stay, how wide the rest becomes, and what a twin's weights are."""
+"""Shrinking checked by hand: which layers of each kind stay, how wide the rest becomes, and a twin's weights."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ S, F = "sliding_attention", "full_attention"
         ({"num_hidden_layers": 8}, [0, 1], {"num_hidden_layers": 2}),
         ({"n_layer": 1}, [0], {"n_layer": 1}),
         ({"num_layers": 5, "num_hidden_layers": 5}, [0, 1], {"num_layers": 2, "num_hidden_layers": 2}),
-        # Kinds by name: the first of each, in their order, and every list of one entry a layer with them.
+        # Kinds by name: the first of each, in order, and every list with one entry per layer follows.
         ({"num_hidden_layers": 4, "layer_types": [S, S, F, S]}, [0, 2], {"layer_types": [S, F]}),
         ({"layer_types": [S, F, F]}, [0, 1], {"layer_types": [S, F]}),
         ({"num_hidden_layers": 4, "widths": [1, 1, 2, 3]}, [0, 2, 3], {"widths": [1, 2, 3]}),
-        ({"num_hidden_layers": 4, "names": [5, 5, 5]}, [0, 1], {"names": [5, 5, 5]}),  # not one a layer
-        # Blocks that share weights come in twos.
+        ({"num_hidden_layers": 4, "names": [5, 5, 5]}, [0, 1], {"names": [5, 5, 5]}),  # not one entry per layer
+        # Blocks that share weights come in pairs.
         ({"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "hybrid"]}, [0, 1, 3],
          {"layers_block_type": ["mamba", "hybrid", "hybrid"]}),
-        # Qwen's experts: every second layer, but for those that are listed; DeepSeek's after the first few.
+        # Qwen's experts: every second layer except the listed ones; DeepSeek's: after the first few.
         ({"num_hidden_layers": 6, "decoder_sparse_step": 2}, [0, 1],
          {"decoder_sparse_step": 1, "mlp_only_layers": [0]}),
         ({"num_hidden_layers": 6, "decoder_sparse_step": 1, "mlp_only_layers": [3]}, [0, 3],
@@ -42,7 +42,7 @@ S, F = "sliding_attention", "full_attention"
         ({"num_hidden_layers": 8, "first_k_dense_replace": 3}, [0, 3], {"first_k_dense_replace": 1}),
         ({"num_hidden_layers": 8, "first_k_dense_replace": 0}, [0, 1], {"first_k_dense_replace": 0}),
         ({"num_hidden_layers": 8, "num_dense_layers": 2}, [0, 2], {"num_dense_layers": 1}),
-        # Jamba's and others' periods, Falcon-like lists of layers.
+        # Periods as in Jamba and others, and lists of layers as in Falcon.
         ({"num_hidden_layers": 8, "attn_layer_period": 4, "attn_layer_offset": 2}, [0, 2],
          {"attn_layer_period": 2, "attn_layer_offset": 1}),
         ({"num_hidden_layers": 8, "expert_layer_period": 2, "expert_layer_offset": 0}, [0, 1],
@@ -51,7 +51,7 @@ S, F = "sliding_attention", "full_attention"
          {"attn_layer_period": 3, "attn_layer_offset": 2}),
         ({"num_hidden_layers": 8, "attn_layer_period": 4, "attn_layer_offset": None}, [0, 1],
          {"attn_layer_period": 4}),
-        ({"num_hidden_layers": 4, "attn_layer_period": 8, "attn_layer_offset": 6}, [0, 1],  # none is due
+        ({"num_hidden_layers": 4, "attn_layer_period": 8, "attn_layer_offset": 6}, [0, 1],  # no attention layer is due
          {"attn_layer_period": 8, "attn_layer_offset": 6}),
         ({"num_hidden_layers": 6, "moe_layers": [2, 4]}, [0, 2], {"moe_layers": [1]}),
         ({"num_hidden_layers": 6, "num_kv_shared_layers": 2}, [0, 4], {"num_kv_shared_layers": 1}),
@@ -90,7 +90,7 @@ def test_at_least_as_many_as_were_asked_for() -> None:
 @pytest.mark.parametrize(
     ("family", "expected"),
     [
-        # Heads in groups of at most eight, 16 wide; as wide as the hidden size or two heads apart from it.
+        # Groups of at most eight heads, 16 wide; the hidden size equals their width or is two heads apart from it.
         ("llama", {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 128, "intermediate_size": 448}),
         ("qwen2", {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 224,
                    "intermediate_size": 1216}),
@@ -168,7 +168,7 @@ def test_a_model_that_stays_large_is_refused(tmp_path: Path, monkeypatch: pytest
 
 
 class Odd(nn.Module):
-    """One parameter of every kind."""
+    """One parameter of each kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def test_each_kind_of_weight_is_moved_as_it_should_be() -> None:
     assert not model.frozen.equal(before["frozen"])
     for name in ("scale", "A_log", "time_decay", "large", "codes"):
         assert getattr(model, name).equal(before[name]), name
-    # A vector's length is kept: a standard deviation of 1/√16 where it was less.
+    # A vector's length is preserved: a standard deviation of 1/√16 where it was smaller.
     assert model.small.std().item() == pytest.approx(16**-0.5, rel=0.01)
     assert (model.small / before["small"]).std().item() < 1e-4, "times a number"
     again = Odd()
@@ -248,12 +248,12 @@ def test_layers_without_experts_are_known_by_their_numbers(config: dict[str, Any
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "paligemma", "llava", "idefics3", "gemma3"])
 def test_what_a_shrunken_tower_gives_fits_the_shrunken_language_model(family):
-    """Sizes of images stay, so that the processor's inputs fit."""
+    """Image sizes stay unchanged, so that the processor's inputs fit."""
     from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
     config = CONFIG_MAPPING[family]()
     width = config.get_text_config().hidden_size
-    if family.startswith("qwen"):  # as published models have it; the class's defaults do not go together
+    if family.startswith("qwen"):  # as in published models; the class's defaults do not fit together
         config.vision_config.update({"hidden_size" if family == "qwen2_vl" else "out_hidden_size": width})
     if family in ("gemma3", "idefics3"):
         config.vision_config.update({"image_size": 896 if family == "gemma3" else 364, "patch_size": 14})

@@ -1,9 +1,9 @@
-"""What is changed of every family's configuration where it is made tiny: a change is noticed.
+"""The values that change in each family's configuration when it is made tiny: catches any change.
 
-The table is a snapshot. `python tests/unit/test_shrunken_sizes.py` writes it anew, and the difference is judged by
+The table is a snapshot. `python tests/unit/test_shrunken_sizes.py` rewrites it; judge the difference by
 `pytest tests/unit/test_shrink.py tests/unit/test_shrink_parts.py`, slow tests included: such a model trains, has every
-kind of module that the real one has, and keeps its ratio of heads. Families that the change does not concern stay as
-they are, and a size that grows needs a reason.
+kind of module of the real one, and keeps its ratio of heads. Families that are unrelated to the change stay as they
+are, and a size that grows needs a reason.
 """
 
 from __future__ import annotations

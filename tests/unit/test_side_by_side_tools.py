@@ -1,4 +1,4 @@
-"""The other tools of benchmarks/sft_side_by_side.py: commands, what they train on, how tokens count."""
+"""The other tools of benchmarks/sft_side_by_side.py: their commands, their training data, how they count tokens."""
 
 from __future__ import annotations
 

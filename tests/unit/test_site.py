@@ -1,4 +1,4 @@
-"""The documentation site: its navigation, pages made from the code, links that leave docs/, and the build."""
+"""The documentation site: its navigation, generated pages, links that leave docs/, and the build."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hooks() -> ModuleType:
 
 
 def test_the_navigation_is_the_index():
-    """The same pages in the same groups and order, so mkdocs.yml and docs/index.md change together."""
+    """Same pages in the same groups and order: mkdocs.yml and docs/index.md change together."""
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
     groups = re.split(r"^  - ", navigation, flags=re.MULTILINE)[1:]
     on_site = {group.partition(":")[0]: re.findall(r"[\w-]+\.md", group) for group in groups}
@@ -45,7 +45,7 @@ def test_the_navigation_is_the_index():
 
 
 def test_pages_made_from_the_code_are_current():
-    """`python docs/refresh.py` writes them again."""
+    """Run `python docs/refresh.py` to rewrite them."""
     pages = module("reference_pages")
     assert (DOCS / "flags.md").read_text(encoding="utf-8") == pages.flags_page()
     assert (DOCS / "api.md").read_text(encoding="utf-8") == pages.api_page()

@@ -1,4 +1,4 @@
-"""What a run does not use is not imported, and what is used later still can be."""
+"""Modules that a run does not use are not imported, and can still be used later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of other stacks: what each holds that ours does not, and where each fact is from."""
+"""Plans for other stacks: what each holds that ours does not, and the source of each fact."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_stack_names_its_source():
 
 
 def test_what_is_said_of_trl_is_so():
-    """Of the version that is installed."""
+    """Checked against the installed version."""
     from dataclasses import fields
 
     from trl import ModelConfig, SFTConfig, SFTTrainer
@@ -46,14 +46,14 @@ def test_trl_holds_its_frozen_base_in_fp32():
     ours, theirs = (planned(stack, "lora").memory.states.weight_bytes for stack in (OURS, "trl"))
     assert theirs - ours == pytest.approx(2 * facts.num_params, rel=1e-3)
     ours, theirs = (planned(stack, "qlora").memory.states.weight_bytes for stack in (OURS, "trl"))
-    kept = facts.num_params - facts.layer_params  # embedding, head and last norm, about
+    kept = facts.num_params - facts.layer_params  # approximately embedding, head and last norm
     adapters = planned(OURS, "qlora").setup.lora
     assert adapters.rank == 16
     assert theirs - ours == pytest.approx(2 * kept - 2 * 41_943_040, rel=0.01), "adapters are in bf16 there"
 
 
 def test_whole_logits_cost_what_they_weigh():
-    """4,096 tokens of 128,256 words: 16-bit logits, fp32 ones, their log-softmax and gradient."""
+    """4,096 tokens and a vocabulary of 128,256: 16-bit logits, fp32 logits, their log-softmax and gradient."""
     ours, theirs = (dict(planned(s, "lora").memory.peak_phase.terms) for s in (OURS, "llamafactory"))
     assert theirs["activations and loss"] > 4096 * 128256 * 10
     assert theirs["activations and loss"] > 1.3 * ours["activations and loss"]

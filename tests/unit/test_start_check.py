@@ -1,4 +1,4 @@
-"""The start check finds what would train silently wrong: on real architectures, and on ones broken on purpose."""
+"""The start check finds what would silently train wrong, on real architectures and on deliberately broken ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check(config: PreTrainedConfig, policy: str = "none", **changes: Any) -> Ver
 
 @pytest.fixture
 def broken_head(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[torch.Tensor], torch.Tensor]], None]:
-    """Let Llama's own forward change its logits on their way to its loss."""
+    """Let Llama's own forward change its logits before its loss."""
 
     def install(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         forward = LlamaForCausalLM.forward
@@ -97,7 +97,7 @@ def test_it_takes_about_a_second_and_leaves_no_trace() -> None:
     ids=["scale of 0.98", "cap at 50", "a second product"],
 )  # fmt: skip
 def test_a_head_that_the_recipe_does_not_know_is_found(broken_head: Any, change: Any) -> None:
-    """By loss and gradients; the loss then comes from the model's own logits."""
+    """Loss and gradients reveal it; the loss is then computed from the model's own logits."""
     broken_head(change)
     verdict = check(LLAMA)
     assert verdict.loss_from_logits
@@ -108,7 +108,7 @@ def test_a_head_that_the_recipe_does_not_know_is_found(broken_head: Any, change:
 def test_the_log_probabilities_of_pairs_are_compared_with_the_models_own(
     broken_head: Any, adapter: LoraConfig | None
 ) -> None:
-    """TRL's head computes them, which has no other way: what it does not know is refused."""
+    """They are computed by TRL's head, which has no alternative: a head that it does not know is refused."""
     of_pairs: dict[str, Any] = {"rows": "padded", "log_probs": True, "adapter": adapter}
     assert check(LLAMA, "full", **of_pairs) == Verdict("sdpa")
     broken_head(lambda x: 0.98 * x)
@@ -120,7 +120,7 @@ def test_the_log_probabilities_of_pairs_are_compared_with_the_models_own(
 
 @pytest.mark.parametrize("model_type", ["gemma2", "cohere", "granite", "falcon_h1", "muse", "minicpm3", "hyperclovax"])
 def test_every_name_of_a_factor_or_cap_is_the_models_own(model_type: str) -> None:
-    """`head_transform` reads these; a name that moved in transformers would be found here."""
+    """`head_transform` reads these names; this would detect one that moved in transformers."""
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"transformers has no {model_type}")
     factors = {
@@ -172,7 +172,7 @@ def test_whoever_sees_what_it_must_not_is_found(
 
 @pytest.mark.parametrize("policy", ["full", "every_2", "selective", "segments", "offload"])
 def test_recomputation_that_is_not_the_same_is_found(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
-    """A block that computes 1% more when the backward pass runs it again."""
+    """A block whose result is different by 1% when the backward pass recomputes it."""
     forward = modeling_llama.LlamaMLP.forward
 
     def inexact(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -219,7 +219,7 @@ def test_weights_that_never_train_are_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_first_factor_of_a_fresh_adapter_counts_as_trained() -> None:
-    """LoRA's B starts at zero, so at its first step A has no gradient: the twin's B is not zero."""
+    """LoRA's B starts at zero, so A has no gradient in its first step; the twin's B is therefore not zero."""
     assert check(LLAMA, adapter=LORA).untrained == ()
 
 
@@ -246,21 +246,21 @@ def test_documents_that_the_loader_knows_are_checked_as_they_are_trained(
     config = GPT2Config(n_embd=32, n_layer=2, n_head=4)
     run = {"attention": register_packed_attention(), "rows": rows}
     check(config, **run)
-    # As when the mask was marked, and a model that reshapes it lost the mark.
+    # As when the mask is marked and a model that reshapes it loses the mark.
     monkeypatch.setattr("accel_scale.modeling.packed_mask._facts_of", lambda mask: None)
     with pytest.raises(ConfigError, match="the recipe's loss is not GPT2LMHeadModel's own"):
         check(config, **run)
 
 
 def test_flash_attention_is_judged_by_what_it_is_given() -> None:
-    """No kernel is needed: gpt-oss forgets the positions for its mask, and flash attention gets the lengths."""
+    """No kernel is needed: gpt-oss ignores the positions in its mask, but flash attention gets the lengths."""
     assert check(GptOssConfig(), attention="flash_attention_2").attention == "flash_attention_2"
     assert check(LLAMA, attention="flash_attention_3").attention == "flash_attention_3"
     assert check(LLAMA, attention="kernels-community/vllm-flash-attn3").notes == ()
 
 
 def test_flash_attention_gets_the_documents_of_several_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers finds them in the positions of one row alone, and a plain loop's micro-batch has more."""
+    """transformers derives them from the positions of a single row; a plain loop's micro-batch has more rows."""
     assert check(LLAMA, attention="flash_attention_2", rows="lanes").attention == "flash_attention_2"
     for module in (fast_loss, start_check_rows):
         monkeypatch.setattr(module, "with_document_lengths", lambda inputs, attention: inputs)
@@ -269,7 +269,7 @@ def test_flash_attention_gets_the_documents_of_several_rows(monkeypatch: pytest.
 
 
 def test_flash_on_the_cpu_computes_attention() -> None:
-    """Packed, windowed and grouped: the logits of eager attention with its mask."""
+    """Packed, windowed and grouped: the logits match eager attention with its mask."""
     config = CONFIG_MAPPING["mistral"](sliding_window=6)
     ids = torch.randint(8, 512, (1, 24), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(14), torch.arange(10)])[None]
@@ -308,7 +308,7 @@ def test_a_module_whose_weight_is_used_without_a_call_gets_no_adapter() -> None:
 
 
 def test_another_attention_is_taken_where_nobody_asked_for_this_one() -> None:
-    """DeepSeek's indexer reads the mask, which `sdpa_packed` leaves out where rows are not packed."""
+    """DeepSeek's indexer reads the mask, which `sdpa_packed` omits if rows are not packed."""
     config = CONFIG_MAPPING["deepseek_v32"]()
     verdict = check(config, attention=PACKED_ATTENTION, rows="padded")
     assert verdict.attention == "sdpa"
@@ -335,7 +335,7 @@ def test_the_routers_loss_is_the_models_own(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_page_of_messages_does_not_name_another_recipes_flags() -> None:
-    """Whoever calls says what switches packing off."""
+    """The caller says which flag disables packing."""
     with pytest.raises(ConfigError, match="--isolate_documents false") as caught:
         check(CONFIG_MAPPING["opt"](), rows="lanes", packing_flag="--isolate_documents false")
     assert caught.value.place == "--isolate_documents"

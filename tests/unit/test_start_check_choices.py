@@ -1,4 +1,4 @@
-"""What follows from the twin's verdicts: another attention, a switch to name, or a check that is left out."""
+"""Consequences of the twin's verdicts: another attention, a flag to name, or a check that is skipped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CRASHED = Crashed("the twin fails: shapes differ.", place="--attn_implementation
 
 @pytest.fixture
 def judge(monkeypatch: pytest.MonkeyPatch) -> Judge:
-    """Replaces the twin by a function of the run: what it raises or returns is the verdict."""
+    """Replace the twin with a function of the run: what it raises or returns is the verdict."""
 
     def use(verdict_of: Callable[[PlannedRun], Any]) -> None:
         def verdict(run: PlannedRun) -> Any:
@@ -96,7 +96,7 @@ def test_another_problem_of_the_attention_that_would_be_taken_is_the_problem(jud
     judge(lambda planned: REFUSED if planned.attention == "flash_attention_2" else other)
     with pytest.raises(ConfigError, match="the loss differs"):
         check.check_start(run())
-    # Where it would only be named, it still is: the attention is not why that one is refused.
+    # If it would only be named, it still is: the attention is not the reason for that refusal.
     with pytest.raises(ConfigError, match="documents see each other") as refused:
         check.check_start(run(attention_given=True))
     assert refused.value.fix == "use --attn_implementation sdpa."
@@ -124,7 +124,7 @@ def test_a_twin_that_never_runs_is_skipped_unless_adapters_or_the_routers_loss_a
 
 
 def test_what_leaks_is_told_from_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small logits are judged absolutely, large ones by their size; who is before is asked before who is beside."""
+    """Small logits are judged absolutely, large ones relatively; earlier tokens are checked before other documents."""
     before, others = torch.tensor([[True, False, False]]), torch.tensor([[False, False, True]])
     logits = torch.tensor([[[0.5], [0.5], [0.5]]])
 

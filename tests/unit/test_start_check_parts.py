@@ -1,4 +1,4 @@
-"""What the start check is made of: a twin's weights, its rows, and what counts as the same step."""
+"""The parts of the start check: a twin's weights, its rows, and which steps count as equal."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_rows_are_changed_in_the_second_half_of_one_document(kind: str) -> None:
     changed = ids != other
     assert changed.sum() == {"packed": 4, "lanes": 4, "padded": 12, "stream": 12}[kind]
     assert not (changed & (batch.before | batch.others)).any()
-    # Everything but padding and the document's second half is watched.
+    # Everything except padding and the document's second half is watched.
     mask = batch.inputs.get("attention_mask", torch.ones_like(ids)).bool()
     assert torch.equal(changed | batch.before | batch.others, mask)
     assert batch.before.sum() == changed.sum()
@@ -120,7 +120,7 @@ def test_rows_are_changed_in_the_second_half_of_one_document(kind: str) -> None:
     assert other[mask].min() >= FIRST_PLAIN_TOKEN
     assert max(ids.max(), other.max()) < VOCAB_SIZE
     labels = batch.inputs["labels"]
-    if kind in ("packed", "padded"):  # a prompt without loss begins each row
+    if kind in ("packed", "padded"):  # each row begins with a prompt without loss
         first = [0, 24] if kind == "packed" else [0]
         assert all((labels.flatten()[at : at + 3] == -100).all() for at in first)
         assert labels.flatten()[3] == ids.flatten()[3]

@@ -1,4 +1,4 @@
-"""What each recipe asks the start check, and what becomes of the answer: flags to request, verdict to notes."""
+"""Each recipe's request to the start check, and its use of the answer: flags to request, verdict to notes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PLAIN = ParallelLayout()
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[PlannedRun]]:
-    """Puts a verdict in the check's place; the requests are kept."""
+    """Replace the check by a fixed verdict and record the requests."""
 
     def use(**verdict: Any) -> list[PlannedRun]:
         seen: list[PlannedRun] = []
@@ -111,7 +111,7 @@ def test_routers_losses_are_weighed_as_trl_does(asked: Any) -> None:
     ):  # fmt: skip
         sft(flags, config=config)
         assert seen[-1].router_loss == weight
-    # Of pairs it is the log-probabilities that are compared, in rows that are not packed.
+    # For pairs, log-probabilities are compared, in rows that are not packed.
     sft("--padding_free true", config=MIXTRAL, loss="log_probs", config_class="RecipeDPOConfig")
     assert (seen[-1].router_loss, seen[-1].log_probs, seen[-1].rows) == (0.0, True, "padded")
 
@@ -270,7 +270,7 @@ def test_a_routers_loss_is_set_in_a_copy_of_the_configuration() -> None:
 
 
 class Scripted(twin_check.TwinCheck):
-    """Steps that equal the model's own under the given heads and policies, and under no others."""
+    """Steps that equal the model's own for the given heads and policies, and for no others."""
 
     def __init__(self, run: PlannedRun, *good: tuple[bool, str]) -> None:
         self.run, self.name, self.base, self.model = run, "Toy", SimpleNamespace(config=run.config), nn.Identity()
@@ -301,7 +301,7 @@ def planned(policy: str = "full", *, in_tiles: bool = False, config: Any = LLAMA
     [
         ("none", [(False, "none")], [], False),
         ("full", [(False, "full")], ["full"], False),
-        # The head's fault, not the policy's: without one the loss is as far off.
+        # The head is to blame, not the policy: without a policy the loss is just as far off.
         ("full", [(True, "full")], ["full", "none", "full"], True),
         ("none", [(True, "none")], [], True),
     ],

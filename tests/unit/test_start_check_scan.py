@@ -1,4 +1,4 @@
-"""The committed scan of every causal model: the page is what the results say, and some of them are run again."""
+"""The committed scan of every causal model: the page matches its results, and some of them are run again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accel_scale.modeling.loading import skeleton_of  # noqa: E402
 from accel_scale.start_check.twin import tiny_config, undisturbed  # noqa: E402
 
 RESULTS = json.loads(scan.RESULTS.read_text(encoding="utf-8"))
-# Packed and refused, windowed, capped, scaled, mixtures, a state, a head of several layers, positions in the bias.
+# Packed and refused, windowed, capped, scaled, mixtures, state space, a multi-layer head, positions in the bias.
 AGAIN = ("llama", "gemma2", "cohere2", "qwen3_moe", "mamba2", "bert", "bloom", "deepseek_v3")
 
 
@@ -28,7 +28,7 @@ def test_the_page_is_what_the_results_say() -> None:
 
 
 def test_every_architecture_that_builds_is_equal_or_refused() -> None:
-    """Under one process and FSDP2, with full weights and LoRA; and its documents are isolated or refused."""
+    """In one process and under FSDP2, with full weights and LoRA; its documents are isolated or refused."""
     built = {name: found for name, found in RESULTS["architectures"].items() if scan.builds_small(found)}
     assert len(built) >= 140
     for name, found in built.items():
@@ -51,7 +51,7 @@ def test_a_scanned_architecture_is_found_the_same_again(name: str) -> None:
 
 @pytest.mark.slow
 def test_a_head_of_its_own_shares_a_group_with_a_module_before_it_in_every_architecture() -> None:
-    """Else FSDP2 leaves it each rank's own gradient where a fused loss takes its weight without a call."""
+    """Otherwise FSDP2 leaves each rank's own gradient on it if a fused loss uses its weight without a call."""
     from accelerate.utils import fsdp_utils
 
     mend_fsdp2_preparation()

@@ -1,4 +1,4 @@
-"""A bar on a terminal, lines elsewhere; and a clock that stops when the device has finished, not when calls return."""
+"""A bar on a terminal, lines elsewhere; and a clock that stops when the device is done, not when calls return."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Time:
 
 
 class QueueingDevice(HostClock):
-    """A device that works through a queue while the host goes on, as CUDA does."""
+    """A device that works through a queue while the host continues, like CUDA."""
 
     def __init__(self, time: Time) -> None:
         self.time, self.busy_until = time, 0.0
@@ -58,19 +58,19 @@ def test_speed_on_a_device_that_works_on_while_calls_return(monkeypatch, logging
     num_steps = 100
     for step in range(1, num_steps + 1):
         meter.start_step()
-        time.seconds += 0.002  # the loader has the batch ready
+        time.seconds += 0.002  # the loader already has the batch
         meter.fetched()
         for _ in range(4):
             device.launch(0.1)
             meter.add_tokens(250)
         meter.end_step(settle=step % logging_steps == 0)
         if step % logging_steps == 0:
-            time.seconds += 3.0  # logging, evaluation and saving are nobody's step
+            time.seconds += 3.0  # logging, evaluation and saving belong to no step
     assert meter.tokens_per_second == pytest.approx(1000 / 0.4, rel=0.02)
     assert meter.step_seconds == pytest.approx(0.4, rel=0.02)
     assert meter.timed_steps == num_steps - 1
     assert meter.data_wait_ratio == pytest.approx(0.005 if logging_steps == 1 else 0.0, abs=0.003)
-    # Nothing waits for the device between log points; the first step is one, because it is left out.
+    # The host waits for the device only at log points, and at the first step because it is left out.
     assert device.num_waits == num_steps // logging_steps + (logging_steps > 1)
 
 
@@ -80,7 +80,7 @@ def test_waiting_for_data_counts_where_the_device_is_idle(monkeypatch):
     meter = ThroughputMeter(device)
     for step in range(1, 22):
         meter.start_step()
-        time.seconds += 0.3  # a slow loader; the device still works on the step before for 0.1 s of it
+        time.seconds += 0.3  # a slow loader; for 0.1 s of it the device still works on the previous step
         meter.fetched()
         device.launch(0.1, host_seconds=0.0)
         meter.add_tokens(10)

@@ -1,4 +1,4 @@
-"""What the files of a local model show is refused before a library is imported, and nothing that trains is."""
+"""Errors that a local model's files reveal are refused before a library is imported; nothing that trains is."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def flags(folder: Path, **more: object) -> ParsedFlags:
 
 @pytest.mark.parametrize("architecture", FIELDS)
 def test_a_saved_model_and_adapters_on_each_of_its_linears_pass(architecture: str, tmp_path: Path) -> None:
-    """Experts are stored under other names than their class has."""
+    """Experts are stored under names other than those of their class."""
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[architecture](**FIELDS[architecture]))
     model.save_pretrained(tmp_path)
     linears = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
@@ -39,7 +39,7 @@ def test_a_saved_model_and_adapters_on_each_of_its_linears_pass(architecture: st
     refuse_stored_model(flags(tmp_path, lora_target_modules=sorted(targets)))
     with pytest.raises(ConfigError, match="has no module 'q_prj'"):
         refuse_stored_model(flags(tmp_path, lora_target_modules=["q_prj"]))
-    refuse_stored_model(flags(tmp_path, lora_target_modules=[r".*\.q_prj"]))  # PEFT reads patterns
+    refuse_stored_model(flags(tmp_path, lora_target_modules=[r".*\.q_prj"]))  # PEFT interprets patterns
 
 
 @pytest.mark.parametrize("labels", [{"num_labels": 1}, {"id2label": {"0": "LABEL_0"}}])

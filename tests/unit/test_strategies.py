@@ -1,4 +1,4 @@
-"""One table of strategies: launch files, planner, optimizers' refusals and checkpoints agree with it."""
+"""One table of strategies: launch files, the planner, optimizers' refusals and checkpoints agree with it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_launch_file_cannot_name_a_stage_or_version_that_does_not_exist(tmp_pa
 
 
 def test_a_strategy_in_the_table_is_known_to_planner_launch_and_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ZeRO-2 under another name, whose optimizer states go to the drives: an entry each, and no other line."""
+    """ZeRO-2 under another name, with optimizer states on NVMe: one entry in each table and no other line."""
     made = replace(STRATEGIES["zero2"], name="zero2_drives", label="ZeRO-2 on drives", refused_precisions={})
     monkeypatch.setitem(STRATEGIES, made.name, made)
     variant = StrategyVariant(made.label, made.name, "zero2_drives", offload_optimizer="nvme", for_one_gpu=True)
@@ -87,7 +87,7 @@ def test_a_strategy_in_the_table_is_known_to_planner_launch_and_optimizers(monke
 
 
 def test_nothing_compares_a_strategys_name() -> None:
-    """Properties are asked for: a comparison with a name would miss the next strategy."""
+    """Code must ask for properties: a comparison with a name would miss the next strategy."""
     names = set(STRATEGIES) - {"model_parallel"}
     for path in (*(ROOT / "accel_scale").rglob("*.py"), *(ROOT / "recipes").glob("*.py")):
         text = path.read_text()

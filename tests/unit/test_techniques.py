@@ -1,4 +1,4 @@
-"""docs/techniques.md: the page is what its rows give, the rows are what the planner gives, and every claim has one."""
+"""docs/techniques.md: the page follows from its rows, the rows from the planner, and every claim has a row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import technique_rows  # noqa: E402
 import techniques  # noqa: E402
 from technique_claims import read_claims  # noqa: E402
 
-# Quality after the same steps: measured by recipes/sft.py, half an hour on two cores.
+# Quality after the same number of steps: measured by recipes/sft.py, half an hour on two cores.
 NOT_YET = set()
 
 
@@ -25,7 +25,7 @@ def stages():
 
 
 def test_the_page_is_what_the_rows_give(stages):
-    """`python benchmarks/techniques.py --page` writes it again."""
+    """Run `python benchmarks/techniques.py --page` to rewrite it."""
     assert techniques.PAGE.read_text(encoding="utf-8") == technique_page.page(stages, techniques.read_rows())
 
 
@@ -39,9 +39,9 @@ def test_every_claim_is_answered_by_rows_that_a_stage_fills_or_says_why_not(stag
 
 
 def test_formulas_and_predictions_are_todays(stages):
-    """`python benchmarks/techniques.py --stages arithmetic predicted` writes them again.
+    """Run `python benchmarks/techniques.py --stages arithmetic predicted` to rewrite them.
 
-    Predictions may drift a little: the page is of use as long as it says what a user's own plan would.
+    Predictions may drift a little: the page is useful as long as it says what a user's own plan would say.
     """
     rows = techniques.read_rows()
     for name, tolerance in (("arithmetic", 1e-5), ("predicted", 0.05)):

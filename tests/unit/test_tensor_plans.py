@@ -1,4 +1,4 @@
-"""What tensor parallelism refuses, and the plans it goes by."""
+"""Tensor parallelism: its refusals and the plans that it follows."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_parameters_that_a_plan_leaves_out_are_refused():
 
 
 class FakeMesh:
-    """What is asked of a mesh before anything is divided."""
+    """The parts of a mesh that are used before anything is divided."""
 
     def size(self) -> int:
         return 2
@@ -82,7 +82,7 @@ def test_norm_and_clipping_without_meshes_are_torchs_own():
         one.grad = torch.randn(5, 3)
         other.grad = one.grad.clone()
     expected = torch.nn.utils.clip_grad_norm_(theirs, 0.7)
-    norm = clip_gradients([*ours, ours[1]], 0.7)  # the same parameter twice counts once
+    norm = clip_gradients([*ours, ours[1]], 0.7)  # a parameter that is listed twice counts once
     assert float(norm) == pytest.approx(float(expected), rel=1e-6)
     for one, other in zip(ours[1:], theirs[1:], strict=True):
         torch.testing.assert_close(one.grad, other.grad)
@@ -99,7 +99,7 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm():
 def test_what_needs_no_gradient_needs_no_ranks() -> None:
     from accel_scale.parallel.tensor_collectives import SharedInput, sum_gradients
 
-    group: Any = None  # is not asked
+    group: Any = None  # is never used
     fixed, trained = torch.ones(2), torch.ones(2, requires_grad=True)
     shared = SharedInput(group)
     assert shared(fixed) is sum_gradients(fixed, group) is fixed

@@ -1,4 +1,4 @@
-"""MLPs over slices of the rows: the plain model's gradients, fewer bytes, and a name for what cannot be served."""
+"""MLPs computed over slices of the rows: the plain model's gradients, fewer bytes, and names for unsupported cases."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ SIZES = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 8},
-    "gemma3_text": {"head_dim": 8},  # a norm after the MLP needs its result again
-    "phi3": {},  # gate and up in one product
-    "gpt_neox": {},  # a plain MLP beside the attention
+    "gemma3_text": {"head_dim": 8},  # a norm after the MLP needs the MLP's result again
+    "phi3": {},  # gate and up in one matrix
+    "gpt_neox": {},  # a plain MLP parallel to the attention
 }
 
 
@@ -48,7 +48,7 @@ def tiny(family: str = "llama", **fields: Any) -> Any:
 def with_adapters(model: Any) -> Any:
     adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear")).train()
     for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:  # zero at first, which would make lora_A's gradients zero
+        if "lora_B" in name:  # initially zero, which would make lora_A's gradients zero
             nn.init.normal_(parameter, std=0.1)
     return adapted
 
@@ -59,7 +59,7 @@ def batch() -> torch.Tensor:
 
 def gradients(model: Any, *, autocast: bool = False) -> dict[str, torch.Tensor]:
     model.zero_grad()
-    torch.manual_seed(7)  # of dropout
+    torch.manual_seed(7)  # for dropout
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = model(input_ids=batch(), labels=batch()).loss
     loss.backward()
@@ -105,7 +105,7 @@ def test_adapters_on_a_4_bit_base(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("text", ["none", "full"])
 def test_sums_over_tiles_round_once(text: str) -> None:
-    """16-bit gradients are summed in fp32, and differ from the plain model's by their last bit at most."""
+    """16-bit gradients are summed in fp32 and differ from the plain model's by at most their last bit."""
     model = tiny()
     expected = gradients(model, autocast=True)
     apply_checkpointing(model, in_tiles(text))
@@ -119,7 +119,7 @@ def test_sums_over_tiles_round_once(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["none", "full"])
 def test_dropout_draws_the_same_in_both_passes(text: str) -> None:
-    """With another mask in the backward pass the directional derivative would not be the loss's difference."""
+    """With a different mask in the backward pass, the directional derivative would not match the loss's difference."""
     torch.manual_seed(0)
     config = CONFIG_MAPPING["gpt2"](n_embd=HIDDEN, n_head=4, n_layer=LAYERS, vocab_size=96, resid_pdrop=0.5)
     model = AutoModel.from_config(config).double().train()
@@ -145,7 +145,7 @@ def test_dropout_draws_the_same_in_both_passes(text: str) -> None:
 
 
 def test_the_forward_pass_runs_once_more_and_not_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under checkpointing the recomputation of a layer stops before the MLP, whose tiles recompute themselves."""
+    """Under checkpointing, a layer's recomputation stops before the MLP, whose tiles recompute themselves."""
     model = tiny()
     apply_checkpointing(model, in_tiles("full"))
     counted = []
@@ -174,8 +174,8 @@ def test_one_tile_lives_at_a_time() -> None:
         model.zero_grad()
         return peak_tensor_bytes(step)
 
-    widest = 4 * ids.numel() * config.intermediate_size  # bytes of one tensor of the MLP
-    # Gate, its activation, up and their product are not kept.
+    widest = 4 * ids.numel() * config.intermediate_size  # bytes of one MLP tensor
+    # Gate, its activation, up, and their product are not kept.
     assert saved_bytes(CheckpointingPolicy("none")) - saved_bytes(in_tiles()) >= 0.99 * LAYERS * 4 * widest
     assert peak_bytes(CheckpointingPolicy("full")) > 5 * widest
     assert peak_bytes(in_tiles("full")) < 2 * widest
@@ -227,7 +227,7 @@ def test_what_cannot_be_served_is_refused_by_name() -> None:
 
 
 def test_zero3_gathers_the_weights_of_a_tiled_mlp_at_once_and_of_no_other_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without ZeRO-3 DeepSpeed is not even imported."""
+    """Without ZeRO-3, DeepSpeed is not even imported."""
     pytest.importorskip("deepspeed")
     from deepspeed.utils import z3_leaf_module
 

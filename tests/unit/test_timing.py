@@ -48,7 +48,7 @@ def llama(
     fused: bool = False,
     window: int | None = None,
 ) -> ModelFacts:
-    """A dense gated decoder; Llama-3.1-8B unless told otherwise."""
+    """A dense gated decoder; Llama-3.1-8B by default."""
     head_dim = head_dim or hidden // heads
     query, value = heads * head_dim, kv_heads * head_dim
     separate = (
@@ -100,14 +100,14 @@ def with_method(method: str, checkpointing: str) -> TrainingSetup:
     ],
 )
 def test_flops_per_weight(method: str, checkpointing: str, k: float) -> None:
-    """k FLOPs for every weight of the layers, 6 or 4 for the head's, which is never recomputed."""
+    """k FLOPs for each weight of the layers, and 6 or 4 for the head's, which is never recomputed."""
     flops = hardware_flops_per_token(FACTS, with_method(method, checkpointing))
     weights = 32 * sum(linear.in_features * linear.out_features for linear in FACTS.layers[0].linears)
     without_attention = flops.total - flops.attention * (
         3 + {"none": 0, "selective": 0, "every_2": 0.5}.get(checkpointing, 1)
     )
     expected = k * weights + (6 if method == "full" else 4) * 128256 * 4096
-    # Adapters of rank 16 add their own few.
+    # Adapters of rank 16 add a few of their own.
     assert without_attention == pytest.approx(expected, rel=1e-12 if method == "full" else 0.02)
     assert without_attention >= expected * (1 - 1e-12)
 
@@ -129,7 +129,7 @@ def test_attention_is_the_usual_12_l_h_s() -> None:
 
 def test_windows_and_documents_shorten_attention() -> None:
     windowed = llama(window=1024)
-    # Queries after the first 1,023 see 1,024 keys of up to 8,192.
+    # Queries after the first 1,023 see 1,024 keys instead of up to 8,192.
     assert attention_flops(windowed, 8192) == pytest.approx(0.2344 * attention_flops(FACTS, 8192), rel=1e-3)
     assert attention_flops(windowed, 512) == attention_flops(FACTS, 512)
     assert attention_flops(FACTS, 8192, document_length=512) == attention_flops(FACTS, 512)
@@ -195,7 +195,7 @@ def test_terms_add_up_and_speeds_follow() -> None:
     assert (found.low_seconds, found.high_seconds) == pytest.approx(
         (0.8 * found.step_seconds, 1.3 * found.step_seconds)
     )
-    # A quarter of every row is text: padding is computed, and not counted.
+    # A quarter of every row is text: padding is computed but not counted.
     assert found.tokens_per_second * found.step_seconds == pytest.approx(8 * 4 * 2 * 1024)
     assert found.tokens_per_second_per_gpu == pytest.approx(found.tokens_per_second / 8)
     assert 0.45 < found.mfu < 0.65
@@ -214,7 +214,7 @@ def test_what_the_field_knows_about_speed() -> None:
         (0.75, 0.95, {"compile": True}),
         (0.75, 0.9, {"method": "lora"}),
         (1.3, 2.0, {"attention": "eager"}),
-        (10.0, 16.0, {"precision": "fp32"}),  # 19.5 against 312 TFLOP/s
+        (10.0, 16.0, {"precision": "fp32"}),  # 19.5 versus 312 TFLOP/s
     ):
         assert low < seconds(**changes) / base < high, changes
     assert 1.0 < seconds(method="qlora") / seconds(method="lora") < 1.1
@@ -224,7 +224,7 @@ def test_what_the_field_knows_about_speed() -> None:
 
 
 def test_ddp_scales_as_the_field_says() -> None:
-    """Four GPUs give 3.6–3.9 times one."""
+    """Four GPUs are expected to be 3.6–3.9 times as fast as one."""
     one = predict_time(FACTS, SETUP, A100).tokens_per_second
     four = replace(SETUP, parallel=ParallelSetup(strategy="ddp", num_gpus=4))
     assert 3.6 <= predict_time(FACTS, four, A100).tokens_per_second / one <= 4.0
@@ -235,7 +235,7 @@ def test_pipelines_wait() -> None:
     setup = replace(SETUP, accumulation=12, parallel=staged)
     found = predict_time(FACTS, setup, A100)
     computing = found.matmul_seconds + found.memory_seconds + found.launch_wait_seconds
-    slowest = stage_imbalance(FACTS, setup)  # the stage with the head, by which all of them go
+    slowest = stage_imbalance(FACTS, setup)  # the stage with the head, which sets the pace for all
     assert 1.03 < slowest < 1.08
     assert computing / (computing + found.bubble_seconds) == pytest.approx((1 - 3 / 15) / slowest)
 
@@ -248,7 +248,7 @@ def test_slow_loaders_show() -> None:
 
 
 def test_offloaded_gradients_come_back_for_every_micro_batch_but_the_first() -> None:
-    """Four micro-batches in the place of one: three times there and back, 2 bytes a parameter of the adapters."""
+    """Four micro-batches instead of one: three more round trips, at 2 bytes for each parameter of the adapters."""
     parallel = ParallelSetup(strategy="zero2", num_gpus=1, offload_optimizer="cpu")
     once = replace(SETUP, method="lora", parallel=parallel, accumulation=1)
     adapters = lora_params(FACTS, once.lora)
@@ -265,7 +265,7 @@ def test_offload_says_what_it_assumes() -> None:
     assert "host memory" in found.assumptions[0]
     known = predict_time(FACTS, setup, replace(A100, host_bandwidth=200e9))
     assert not known.assumptions
-    # CPU Adam: 28 B per parameter; all ranks of a server share its memory.
+    # CPU Adam: 28 B per parameter; all ranks of a server share its memory bandwidth.
     assert found.offload_seconds - known.offload_seconds == pytest.approx(
         28 * FACTS.num_params * (1 / 100e9 - 1 / 200e9)
     )
@@ -282,7 +282,7 @@ def test_optimizer_traffic_follows_the_states() -> None:
     assert fused == 2 * 2 + 4 * 2 + 2 * 2 * 2
     assert by_name["adamw_bnb_8bit"] == fused - 4
     assert by_name["sgd"] == fused - 8
-    assert by_name["lion_32bit"] == fused  # one state of 4 bytes, where the fused AdamW has two of 2
+    assert by_name["lion_32bit"] == fused  # one state of 4 bytes; the fused AdamW has two states of 2
 
 
 def test_unknown_speeds_are_refused() -> None:
@@ -361,7 +361,7 @@ def test_published_lora_steps_with_checkpointing(shared_data: Path) -> None:
 
 
 def test_kernels_of_a_layer_are_those_of_a_real_one() -> None:
-    """Forward passes of Qwen2 layers, whose linear layers all get an adapter under LoRA."""
+    """Forward passes of Qwen2 layers; under LoRA, each of their linear layers has an adapter."""
     from host_passes import kernels_of_layer
 
     for changes, expected in (
@@ -387,7 +387,7 @@ ON_AN_H200: tuple[tuple[str, str, str, int, int, str, float], ...] = (
 
 
 def test_steps_that_were_measured_on_an_h200() -> None:
-    """Half of them wait for the host, which is what `launch_seconds` is fitted to."""
+    """In half of them the GPU waits for the host; `launch_seconds` is fitted to these."""
     machine, pairs = Machine(find_gpu("H200")), []
     for name, method, policy, rows, length, optimizer, seconds in ON_AN_H200:
         setup = TrainingSetup(
@@ -422,6 +422,6 @@ def test_published_full_steps_by_flag(shared_data: Path) -> None:
         pairs[row["id"]] = (predicted, row["tokens_per_s"])
     assert len(pairs) == 7
     assert median_error(list(pairs.values())) < 0.06
-    # What every flag changes goes the way it was measured.
+    # Every flag changes the time in the direction that was measured.
     assert pairs[55][0] < pairs[56][0]
     assert pairs[57][0] > pairs[58][0] > pairs[61][0] * 0.98

@@ -1,4 +1,4 @@
-"""What models keep while they answer, beside what transformers' own `generate` keeps."""
+"""The tensors that models keep during generation, compared with those of transformers' own `generate`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def small_config(model_type: str):
-    """The class's defaults, shrunk; windows are 32 tokens, shorter than the prompts."""
+    """The class's defaults, shrunk; windows are 32 tokens, which is shorter than the prompts."""
     from transformers import AutoConfig
 
     from accel_scale.shrinking.shrink import shrink_model_config
@@ -30,7 +30,7 @@ def small_config(model_type: str):
 
 
 def generated(config):
-    """Bytes at the end in the model's cache, and at the highest point beside the weights."""
+    """Bytes in the model's cache at the end, and the peak without the weights."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -61,7 +61,7 @@ def generated(config):
     [
         ("ernie4_5", 0.1), ("lfm2", 0.1), ("granite_swa", 0.1), ("llama4_text", 0.1), ("minicpm3", 0.1),
         pytest.param("deepseek_v32", 0.1, marks=pytest.mark.soak),
-        # Their layers fill chunks of 64 to 256 tokens, so that a pass over a prompt this short is not predicted.
+        # Their layers fill chunks of 64 to 256 tokens, so the pass over such a short prompt is not predicted.
         ("mamba2", None), ("falcon_mamba", None), ("jamba", None), ("falcon_h1", None), ("qwen3_next", None),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What traces and families once left out: buffers beside the parameters, loops over experts, a factor of one."""
+"""Omissions of earlier traces and families: buffers besides parameters, loops over experts, a factor of one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_tables_of_positions_are_on_every_card_whole() -> None:
 
 @pytest.mark.slow
 def test_masks_that_a_class_keeps_are_counted() -> None:
-    """GPT-Neo has one of all positions by all positions in every layer."""
+    """GPT-Neo keeps a mask of all positions by all positions in every layer."""
     from transformers import AutoConfig
 
     fields = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
@@ -52,7 +52,7 @@ def test_masks_that_a_class_keeps_are_counted() -> None:
 
 @pytest.mark.parametrize(("scaling", "chunks"), [(1.0, 0), (8.0, 1)])
 def test_a_factor_of_one_costs_our_loss_nothing(scaling: float, chunks: int) -> None:
-    """Logits of 512 tokens and 4,096 words are multiplied into other memory, unless by one."""
+    """Logits of 512 tokens and 4,096 words are multiplied out of place, except for a factor of one."""
     plain, scaled = (
         facts_from_config({"model_type": name, **LLAMA_LIKE, **extra}, name=name)
         for name, extra in (("granite", {"logits_scaling": 1.0}), ("granite", {"logits_scaling": scaling}))
@@ -63,7 +63,7 @@ def test_a_factor_of_one_costs_our_loss_nothing(scaling: float, chunks: int) -> 
 
 
 def test_all_experts_have_tokens() -> None:
-    """Where a class asks which experts were hit, every one was; where it asks for one's tokens, a share."""
+    """A query for the experts that were hit returns all of them; a query for one expert's tokens, a share."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -79,7 +79,7 @@ def test_all_experts_have_tokens() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [pytest.param("full", marks=pytest.mark.soak), "selective"])
 def test_what_is_recomputed_has_cudas_kernels_too(policy: str) -> None:
-    """Mamba's softplus is in fp32 under CUDA's autocast: a recomputation without it is refused by torch."""
+    """Mamba's softplus is fp32 under CUDA's autocast; torch refuses a recomputation in which it is not."""
     from transformers import AutoConfig
 
     from accel_scale.planning.traced.steps import step_bytes

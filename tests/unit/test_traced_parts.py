@@ -73,7 +73,7 @@ def small(model_type: str, **fields: object) -> ModelFacts:
 def test_a_head_is_own_where_it_does_more_than_the_configuration_states(cap, factor, operations, is_own) -> None:
     x = torch.ones(4, 4)
     with HeadOperations((cap, factor)) as head:
-        torch.nn.functional.gelu(x)  # of the layers
+        torch.nn.functional.gelu(x)  # part of the layers
         head.begin()
         operations(x)
     assert head.is_own is is_own
@@ -90,7 +90,7 @@ def test_the_loss_of_own_logits_is_taken_from_whole_logits() -> None:
 
 
 def test_what_layers_hold_is_as_wide_as_their_states_and_not_as_the_logits() -> None:
-    """Under bf16's autocast states are in fp32 and logits in bf16; offloaded are the inputs of all layers but one."""
+    """Under bf16 autocast, states are fp32 and logits bf16; the inputs of all layers but one are offloaded."""
     facts = small("modernbert-decoder", num_layers=4, **MODERN)
     setup = replace(FP32, precision="bf16")
     here, away = (step_bytes(facts, replace(setup, checkpointing=name), is_cuda=False) for name in ("full", "offload"))
@@ -113,7 +113,7 @@ def test_layers_are_the_language_models_beside_a_larger_tower() -> None:
 
 
 def test_attention_keeps_a_sum_for_each_row_where_values_have_another_width() -> None:
-    """As CUDA's kernels do: queries, keys, values, the result, and a number in fp32 for each row of each head."""
+    """As in CUDA's kernels: queries, keys, values, the result, and one fp32 number for each row of each head."""
     kept: list[tuple[tuple[int, ...], torch.dtype]] = []
     query, key = (torch.ones(2, 3, 5, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     value = torch.ones(2, 3, 5, 4, dtype=torch.bfloat16, requires_grad=True)
@@ -128,7 +128,7 @@ def test_attention_keeps_a_sum_for_each_row_where_values_have_another_width() ->
 
 
 def test_a_model_of_few_layers_has_a_configuration_of_as_many() -> None:
-    """Lists with an entry for each layer follow, and other lists of another length do not."""
+    """Lists with one entry per layer are shortened too; lists of other lengths are not."""
     layers = nn.ModuleList(nn.Linear(1, 1) for _ in range(4))
     config = SimpleNamespace(num_hidden_layers=4, n_layer=5, layer_types=list("abcd"), dims=[1, 2], heads=4)
     inner, model = nn.Module(), nn.Module()
@@ -153,7 +153,7 @@ def test_a_model_of_few_layers_has_a_configuration_of_as_many() -> None:
     [(1, 128, 128), (8, 128, 16), (8, 8, 8), (8, 9, 8), (8, 10, 1), (200, 1000, 5)],
 )
 def test_a_mask_stands_for_as_many_places_as_are_true(num_experts: int, size: int, found: int) -> None:
-    """Rows of 3 fp32 values: of one expert its share, of a question as long as the experts are many all of them."""
+    """Rows of 3 fp32 values: an expert's mask takes its share, a mask with one entry per expert takes all of them."""
     with FakeTensorMode(), Recorder(adds_in_place=True, is_padded=False, num_experts=num_experts) as recorder:
         rows, mask = torch.empty(size, 3), torch.empty(size, dtype=torch.bool)
         taken = rows[mask]
@@ -167,7 +167,7 @@ def test_a_mask_stands_for_as_many_places_as_are_true(num_experts: int, size: in
 
 
 class Loop:
-    """A step whose every token is an operation that leaves `of(rows, length)` bytes in all."""
+    """A step in which every token is an operation, leaving `of(rows, length)` bytes in total."""
 
     chosen = (0,)
 
@@ -198,7 +198,7 @@ def test_a_loop_over_tokens_is_run_for_few_of_them() -> None:
 
 
 def test_where_a_curve_is_wrong_a_line_goes_on_from_the_two_longest() -> None:
-    """A buffer of 80 tokens fills first: 96 tokens and 128 lie on the line, those before do not."""
+    """A buffer of 80 tokens fills first: 96 and 128 tokens lie on the line, shorter lengths do not."""
 
     def of(rows: int, length: int) -> int:
         return rows * (1000 * length + 50 * min(length, 80) ** 2)
@@ -235,7 +235,7 @@ def test_without_a_loop_what_no_curve_meets_is_of_one_size() -> None:
         ("ernie4_5", {"num_key_value_heads": 2, "head_dim": 16}, [KeptLayer(2, None, ((0.0, 128.0), (0.0, 128.0)))]),
         ("ministral", {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 32},
          [KeptLayer(2, 32, ((0.0, 128.0), (0.0, 128.0)))]),
-        # A convolution over 3 tokens keeps 64 channels of them.
+        # A convolution over 3 tokens keeps 64 channels of each.
         ("lfm2", {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3},
          [KeptLayer(1, None, ((64 * 3 * 4.0, 0.0),)), KeptLayer(1, None, ((0.0, 128.0), (0.0, 128.0)))]),
     ],
@@ -250,7 +250,7 @@ def test_a_cache_of_a_models_own_is_refused() -> None:
 
 
 def test_sizes_that_are_no_line_are_not_fitted() -> None:
-    """The third length decides, and as many tensors as before."""
+    """The third length decides, and the number of tensors must stay the same."""
     line, bent = [(None, [40 + 8 * n]) for n in (16, 32, 48)], [(None, [n * n]) for n in (16, 32, 48)]
     assert _fitted([[layer] for layer in line], (16, 32, 48)) == [KeptLayer(1, None, ((40.0, 8.0),))]
     assert _fitted([[layer] for layer in bent], (16, 32, 48)) is None
@@ -270,7 +270,7 @@ def test_a_prompt_lies_there_whole_until_it_is_read() -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_traced_forward_pass_has_the_bytes_of_the_tape(precision: str) -> None:
-    """A reference's head computes tiles of logits; weights that are cast for autocast stay until that ends."""
+    """A reference's head computes tiles of logits; weights cast for autocast stay until it ends."""
     config = config_of("qwen3", num_layers=6, num_key_value_heads=2, head_dim=16, vocab_size=4096)
     modelled, traced = facts_from_config(config, name="by hand"), service.facts_of(config, name="traced", place="here")
     setup = replace(FP32, precision=precision, loss="log_probs", micro_batch_size=4, sequence_length=256)

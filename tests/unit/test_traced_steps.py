@@ -1,8 +1,8 @@
-"""What traces find in small models of real classes, number by number: a change is noticed.
+"""Results of traces in small models of real classes, number by number: catches any change.
 
-The table is a snapshot. `python tests/unit/test_traced_steps.py` writes it anew, and the difference is judged by
+The table is a snapshot. `python tests/unit/test_traced_steps.py` rewrites it; judge the difference by
 `pytest tests/unit/test_tracing.py tests/unit/test_traced_cache.py tests/unit/test_traced_outliers.py`, slow tests
-included, and by `python benchmarks/planner_accuracy.py`. Another transformers may count other tensors.
+included, and by `python benchmarks/planner_accuracy.py`. Another version of transformers may count other tensors.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 PLAIN = TrainingSetup(packing=False, checkpointing="none", micro_batch_size=2, sequence_length=32)
 LORA = replace(PLAIN, method="lora", lora=LoraSetup(rank=4))
-# On the CPU where nothing else is said; nobody watches there, as in training.
+# On the CPU unless stated otherwise, and without a memory tracker, as in training.
 SETUPS = {
     "fp32": replace(PLAIN, precision="fp32"),
     "bf16": PLAIN,
@@ -79,7 +79,7 @@ TRACED = {
     "granitemoe": ("true bf16",),
 }
 ON_CUDA = ("bf16", "checkpointed", "lora", "qlora", "lora, dropout", "eager, padded")
-# Mamba's layers loop over tokens here.
+# Mamba's layers loop over tokens here, so its rows are short.
 LENGTHS = {"mamba": 8}
 KEPT = (("ernie4_5", "fp32"), ("ernie4_5", "qlora"), ("ministral", "true bf16"), ("lfm2", "fp32"), ("gpt_neo", "bf16"))
 FITTED = (("ernie4_5", "true bf16", False), ("lfm2", "fp32", True))
@@ -98,7 +98,7 @@ def facts(family: str) -> Mapping[str, Any]:
 
 
 def segments(run: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Of each: events, bytes that are left, the highest point, all that was allocated."""
+    """For each segment: the number of events, the bytes left, the highest point and the bytes allocated in all."""
     return {
         name: [
             len(events),

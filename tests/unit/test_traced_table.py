@@ -1,4 +1,4 @@
-"""Families of models that no plan was made for once: each is in the table of plans beside the peaks of real steps."""
+"""Families of models that once had no plan: each is in the table of plans with the peaks of real steps."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def small_config(model_type: str, **fields):
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen3", "mixtral"])
 def test_a_traced_model_has_the_bytes_of_the_tape(model_type):
-    """Both count what transformers' class allocates: one from its source, one from its operations."""
+    """Both count what transformers' class allocates, one from its source and one from its operations."""
     from accel_scale.tracing.service import facts_of
 
     config = small_config(model_type, **({"num_local_experts": 4} if model_type == "mixtral" else {}))
@@ -54,7 +54,7 @@ def test_a_traced_model_has_the_bytes_of_the_tape(model_type):
 
 
 def test_an_unknown_model_is_planned_and_the_second_plan_needs_no_torch(tmp_path):
-    """The first plan traces the class; the same plan again reads a file."""
+    """The first plan traces the class; a repeat of the same plan reads a file."""
     from accel_scale import plan
 
     folder = tmp_path / "model"
@@ -75,7 +75,7 @@ def test_an_unknown_model_is_planned_and_the_second_plan_needs_no_torch(tmp_path
 
 @pytest.mark.slow
 def test_a_model_of_text_and_images_without_a_text_class_is_planned_whole():
-    """recipes/sft.py trains it on text with its tower in memory."""
+    """recipes/sft.py trains it on text with its vision tower in memory."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     from accel_scale.shrinking.shrink import shrink_model_config

@@ -1,4 +1,4 @@
-"""Trackers: which there are, what their libraries find in the environment, names of figures, and words kept secret."""
+"""Trackers: which exist, what their libraries find in the environment, names of metrics, and secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer's output folder, resume and saving, beyond what a run that goes well shows."""
+"""A trainer's output folder, resuming and saving, beyond the case of a run without problems."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from accel_scale.training.saving.final_model import save_final
 
 
 class Base:
-    """What the mixin asks of a trainer."""
+    """The parts of a trainer that the mixin uses."""
 
     def __init__(self, folder: Path, source: str | None = "") -> None:
         self.args = SimpleNamespace(output_dir=str(folder))
@@ -101,7 +101,7 @@ def test_a_card_is_written_over_where_this_run_wrote_it(tmp_path: Path) -> None:
     owner.create_model_card()
     assert card.read_text() == "mine"
     card.unlink()
-    owner.is_main = False  # rank 0 notes what was written
+    owner.is_main = False  # rank 0 records what was written
     owner.create_model_card()
     owner.card = "newest"
     owner.create_model_card()
@@ -215,7 +215,7 @@ def test_a_weight_that_is_missing_in_a_checkpoint_is_refused(copy: Path) -> None
 
 
 def read_manifest_of(folder: Path) -> Any:
-    """Whatever its files are now."""
+    """The manifest, read without verifying the folder's files."""
     import json
 
     from accel_scale.training.checkpoints.manifest import Manifest
@@ -268,7 +268,7 @@ def test_errors_without_words_are_named() -> None:
 
 
 class FirstIsBest(SavingTrainer):
-    """Evaluates worse at every step."""
+    """A trainer whose evaluation loss rises at every step."""
 
     plants: Path | None = None
 
@@ -308,7 +308,7 @@ def test_the_best_model_is_loaded_at_the_end_unless_the_run_was_stopped(tmp_path
 
 
 class Hub(Trainer):
-    """Pushes into a list."""
+    """A trainer that records its pushes in a list."""
 
     def _push_from_checkpoint(self, folder: str) -> None:
         self.pushed = [*getattr(self, "pushed", []), (Path(folder).name, Path(folder, "model.safetensors").is_file())]

@@ -26,7 +26,7 @@ from accel_scale.training.saving.final_model import correct_config, make_base_re
 
 
 class Custom:
-    """What only an unrestricted unpickler reads."""
+    """An object that only an unrestricted unpickler reads."""
 
 
 def test_folders_that_torch_writes_are_read_and_what_could_run_code_is_not(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_folders_that_torch_writes_are_read_and_what_could_run_code_is_not(tmp_p
     states = {"a": torch.ones(2), "b": torch.zeros(3, dtype=torch.bfloat16), "step": 7}
     dist_cp.save(states, checkpoint_id=folder / "shards", no_dist=True)
     torch.save({"a": torch.ones(2)}, folder / "optimizer.bin")
-    torch.save(Custom(), folder / "training_args.bin")  # nobody loads it
+    torch.save(Custom(), folder / "training_args.bin")  # never loaded
     (folder / "notes.txt").write_bytes(pickle.dumps(Custom()))
     refuse_unsafe_folder(folder)
     assert load_safely(folder / "optimizer.bin")["a"].tolist() == [1, 1]
@@ -59,14 +59,14 @@ def test_folders_that_torch_writes_are_read_and_what_could_run_code_is_not(tmp_p
 
 
 def test_signals_are_remembered_in_their_order_and_handlers_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A run that another test left unfinished in this process would go on protecting its workers.
+    # A run that another test left unfinished in this process would keep protecting its workers.
     monkeypatch.setattr(stop_signals, "_num_installed", 0)
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     signals = StopSignals()
-    signals.restore()  # before anything was installed: nothing
+    signals.restore()  # does nothing before an install
     assert stop_signals._num_installed == 0
     signals.install()
-    signals.install()  # the second changes nothing
+    signals.install()  # a second call changes nothing
     try:
         assert stop_signals._num_installed == 1
         assert signals.received == 0
@@ -74,7 +74,7 @@ def test_signals_are_remembered_in_their_order_and_handlers_put_back(monkeypatch
             os.kill(os.getpid(), number)
         assert signals.received == signal.SIGUSR1
         child = os.fork()
-        if child == 0:  # a worker outlives what is sent to the whole group
+        if child == 0:  # a worker survives signals that are sent to the whole group
             os._exit(int(signal.getsignal(signal.SIGUSR1) is not signal.SIG_IGN))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     finally:

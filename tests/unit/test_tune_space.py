@@ -1,4 +1,4 @@
-"""The search space is read strictly, by the recipe's own parser, and what is found is a file the recipe reads back."""
+"""The search space is read strictly by the recipe's own parser, and the best trial is a file the recipe can read."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_ranges_choices_and_fixed_values(sft: Recipe, tmp_path: Path) -> None:
         "lora_r": {"low": 8, "high": 64, "step": 8, "int": True},
         "warmup_ratio": {"low": 0.0, "high": 0.2, "step": 0.05},
         "lr_scheduler_type": ["linear", "cosine"],
-        "eval_strategy": ["no", "steps"],  # as the flag has it, not as YAML 1.1 does
+        "eval_strategy": ["no", "steps"],  # as the flag defines it, not as YAML 1.1 does
         "lora_target_modules": [["q_proj"], ["q_proj", "v_proj"]],
     }
     assert {name: value for name, (value, _) in space.fixed.items()} == {
@@ -105,7 +105,7 @@ def test_ranges_choices_and_fixed_values(sft: Recipe, tmp_path: Path) -> None:
 def test_a_bad_space_names_file_and_line(
     sft: Recipe, tmp_path: Path, text: str, line: int | None, words: str | None
 ) -> None:
-    if words is None:  # a flag that takes mappings keeps them
+    if words is None:  # a flag that accepts mappings keeps them
         assert json.loads(space_of(sft, tmp_path, text).fixed["fsdp_config"][0]) == {"a": 1}
         return
     with pytest.raises(ConfigError) as caught:

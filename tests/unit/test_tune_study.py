@@ -1,4 +1,4 @@
-"""A study is proposed to alike with and without a break, continued only as what it was, and cleared of dead trials."""
+"""A study proposes the same with or without a break, resumes only unchanged, and is cleared of dead trials."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_study_refuses_another_definition(tmp_path: Path) -> None:
         open_with(metric="eval_loss", fixed={"max_steps": 6, "seed": 1})
     with pytest.raises(ConfigError, match="started with metric = eval_loss"):
         open_with(metric="loss", fixed={"max_steps": 5, "seed": 1})
-    # Interrupted and queued trials do not count; failed, finished and running ones do.
+    # Interrupted and queued trials do not count; failed, finished and running trials do.
     interrupted, failed, done, _ = (study.ask() for _ in range(4))
     failed.set_user_attr("reason", "no memory")
     for trial in (interrupted, failed):
@@ -168,7 +168,7 @@ def test_a_killed_process_leaves_a_trial_that_is_queued_again_a_few_times(tmp_pa
     assert [trial.state for trial in study.trials] == [State.FAIL] * (MAX_RETRIES + 1)
     assert counted_trials(study) == []
     assert "not tried again" in lines[-1]
-    # Another process has the same id by now: the time it was created tells.
+    # Another process has this id by now: its creation time tells them apart.
     reused = study.ask()
     reused.set_user_attr("owner", {**owner_of_this_process(), "started": 1.0})
     assert is_abandoned(study.trials[reused.number])
@@ -194,7 +194,7 @@ def test_another_machines_trial_is_judged_by_its_heartbeat(tmp_path: Path, monke
 
 @pytest.mark.slow
 def test_searches_that_start_together_make_one_study(tmp_path: Path) -> None:
-    """Optuna makes the tables without a lock: two at once are told that they exist."""
+    """Optuna creates its tables without a lock: searches that start at once are told that they exist."""
     go = tmp_path / "go"
     code = f"""
 import optuna, pathlib, time

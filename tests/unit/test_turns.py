@@ -1,4 +1,4 @@
-"""benchmarks/turns.py: loops in processes of their own that take turns, each standing still while another runs."""
+"""benchmarks/turns.py: loops in separate processes take turns, each paused while another one runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-# Steps of argv[1] seconds; a thread counts all the while in which the process is not stopped.
+# Steps of argv[2] seconds; a thread counts the time during which the process is not stopped.
 LOOP = """
 import json, sys, threading, time
 sys.path.insert(0, sys.argv[1])
@@ -63,7 +63,7 @@ def test_turns_time_what_each_loop_takes_while_the_others_stand_still(turns: Any
     ratio = statistics.median(b / a for a, b in zip(fast["seconds"], slow["seconds"], strict=True))
     assert ratio == pytest.approx(2, rel=0.25)
     assert fast["loss"] == sum(range(16, 26)) / 10
-    # Awake for its own 26 steps; the other's took twice as long.
+    # Awake for its own 26 steps; the other loop's steps took twice as long.
     assert fast["awake"] * 0.01 < 26 * 0.02 + 0.5 * 26 * 0.04
 
 

@@ -1,4 +1,4 @@
-"""Two ranks, forked from here: losses, gradients and weights are those of one process, and go on from a checkpoint.
+"""Two forked ranks: losses, gradients and weights equal those of one process, and runs resume from a checkpoint.
 
 One case of each kind; tests/distributed launches all of them.
 """
@@ -46,7 +46,7 @@ def test_shared_matrix_products(case: str, tmp_path: Path) -> None:
 
 
 def test_gradients_of_shared_products_for_every_way_to_divide_a_layer(tmp_path: Path) -> None:
-    """Norms on heads, one product for three matrices, biases added once, inputs that are split, outputs gathered."""
+    """Norms on heads, one matrix for three projections, biases added once, split inputs, gathered outputs."""
     import tensor_parallel_run as script
 
     kinds = ("qwen3", "phi", "olmo2", "phi3", "apertus", "gemma2")
@@ -113,10 +113,10 @@ def test_documents_stay_apart_where_rows_are_cut(tmp_path: Path) -> None:
             assert abs(line[name] - line["cut"]) > 1e-3 * line["cut"], name
         assert line["refused"] == [True, True], "both, where one of them computes otherwise"
         assert (line["same"], line["length"]) == (True, 18), "generating takes whole rows as before"
-        # Of 4 layers: queries, keys and values one way (4 + 2 + 2 heads of 16), outputs back (4), and their gradients.
+        # 4 layers: queries, keys and values one way (4 + 2 + 2 heads of 16), outputs back (4), and their gradients.
         there, back = 2 * 24 * 8 * 16, 2 * 24 * 4 * 16
         assert line["sent"][0] == {"count": 4 * 4, "num_bytes": 4 * 2 * (there + back) * 4}
-        # In bf16, and recomputed under full checkpointing.
+        # In bf16, and recomputed with full checkpointing.
         assert line["sent"][1] == {"count": 4 * 6, "num_bytes": 4 * 3 * (there + back) * 2}
 
 
@@ -197,7 +197,7 @@ FSDP2 = {
 
 @pytest.mark.parametrize("layout", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 def test_a_checkpoint_of_shards(layout: str, tmp_path: Path) -> None:
-    """What is written while training goes on is what the weights were, and the run goes on bit for bit."""
+    """A checkpoint written while training continues holds the weights of its step; the run resumes bit for bit."""
     import checkpoint_run as script
 
     from accel_scale.launching.rehearsal import enable_rehearsal_if_needed
@@ -209,7 +209,7 @@ def test_a_checkpoint_of_shards(layout: str, tmp_path: Path) -> None:
 
         def ranks() -> None:
             os.environ.update(FSDP2, FSDP_STATE_DICT_TYPE=layout)
-            enable_rehearsal_if_needed()  # FSDP on processors
+            enable_rehearsal_if_needed()  # FSDP on CPUs
             usual = ["--output_dir", str(tmp_path / "run"), "--report", str(report), "--layout", layout]
             sys.argv = ["checkpoint_run.py", *usual, "--asynchronous", *flags]
             assert not script.main()

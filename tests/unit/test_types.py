@@ -1,4 +1,4 @@
-"""Types reach users: what a type checker says about a script that uses the library."""
+"""Types reach users: the findings of a type checker in a script that uses the library."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from accel_scale import load_traning_data  # error
 def test_a_script_is_checked_and_its_mistakes_are_found(tmp_path):
     api = pytest.importorskip("mypy.api")
     (tmp_path / "script.py").write_text(SCRIPT)
-    # Other libraries are not what is tested, and following them takes minutes.
+    # Other libraries are not under test, and following their imports takes minutes.
     skipped = "[mypy]\nstrict = True\npython_version = 3.11\ndisallow_subclassing_any = False\n" + "".join(
         f"[mypy-{name}.*]\nfollow_imports = skip\nignore_missing_imports = True\n"
         for name in (

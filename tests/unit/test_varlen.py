@@ -1,4 +1,4 @@
-"""torch's attention of variable length behind `sdpa_packed`: on a pretended GPU, beside masked attention in fp32."""
+"""torch's variable-length attention behind `sdpa_packed`: on a fake GPU, compared with masked attention in fp32."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DOCUMENT = torch.repeat_interleave(torch.arange(5), torch.tensor([5, 1, 20, 6, 3
 
 
 def attend(dtype, *, heads=(4, 2), size=16, window=None, scaling=None, device=H100):
-    """(output and gradients on the pretended GPU, in fp32 by a mask, operators that ran, times the host waited)."""
+    """Returns (output and gradients on the fake GPU, the same in fp32 with a mask, the GPU's counts)."""
     draw = torch.Generator().manual_seed(0)
     starts = torch.zeros(2, 32, dtype=torch.bool)
     for row, lengths in enumerate(ROWS):
@@ -119,7 +119,7 @@ def test_the_reference_takes_what_torchs_operator_takes(operator, reference):
 
 
 def test_torchs_own_operators_take_the_arguments():
-    """The bodies that call the flash kernels, on tensors without content: names, types and shapes are torch's."""
+    """The bodies that call the flash kernels, on meta tensors: names, types and shapes are torch's."""
     query = torch.empty(64, 4, 16, dtype=torch.bfloat16, device="meta")
     key = torch.empty(64, 2, 16, dtype=torch.bfloat16, device="meta")
     bounds = torch.empty(6, dtype=torch.int32, device="meta")

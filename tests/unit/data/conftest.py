@@ -1,4 +1,4 @@
-"""Fixtures of the data tests: a cache of their own, and files written row by row."""
+"""Fixtures of the data tests: a private cache, and files written row by row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """`datasets`' cache in the test's folder, so that no test reads what another wrote."""
+    """`datasets`' cache in the test's folder, so that no test reads what another one wrote."""
     import datasets
 
     cache = tmp_path / "cache"

@@ -1,4 +1,4 @@
-"""Bad rows: named by file and line, refused or skipped and counted, and never at the cost of the others."""
+"""Bad rows: named by file and line, refused or skipped and counted, and never at the expense of good rows."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_json_lists_go_on_after_a_broken_element(tmp_path) -> None:
     with pytest.raises(ConfigError, match="1 other bad row in") as caught:
         load_training_data(str(path))
     assert caught.value.place == f"{path}:4"
-    path.write_text("[" + ",".join(lines))  # one line, one broken element, never closed
+    path.write_text("[" + ",".join(lines))  # a single line with one broken element, never closed
     data = load_training_data(str(path), on_bad_row="skip")
     assert data.train["prompt"] == ["q0", "q1", "q3", "q5"]
     assert data.skipped_reasons["not valid JSON"] == 2
@@ -256,9 +256,9 @@ def test_parts_of_a_file_are_whole_lines_and_none_is_empty(tmp_path) -> None:
     for lines, starts in (
         ([9, 9, 9, 9], [0, 20]),
         ([15, 24], [0, 16]),
-        ([9, 29], [0]),  # the cut would be the end of the file
+        ([9, 29], [0]),  # the cut would fall at the end of the file
         ([38], [0]),
-        ([9, 9], [0]),  # not long enough for two
+        ([9, 9], [0]),  # too short for two spans
     ):
         path.write_bytes(b"".join(b"x" * length + b"\n" for length in lines))
         assert [span.start for span in spans_of(str(path), span_bytes=15)] == starts, lines

@@ -1,4 +1,4 @@
-"""A cache that cannot be written is one line with its place, and a full disk keeps the line it has."""
+"""A cache that cannot be written gives one line that names the setting; a full disk is reported as a full disk."""
 
 from __future__ import annotations
 

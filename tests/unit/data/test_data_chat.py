@@ -1,4 +1,4 @@
-"""Chat templates and stop tokens, checked on what TRL really trains on."""
+"""Chat templates and stop tokens, checked on the tokens that TRL actually trains on."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ROWS = {
 
 @pytest.fixture
 def tokenizer(shared_data) -> Any:
-    """The 512-token Llama tokenizer, without a chat template, given ChatML's two tokens."""
+    """The 512-token Llama tokenizer, without a chat template, plus ChatML's two tokens."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "stories260k")
@@ -72,7 +72,7 @@ def trainer_of(row: dict[str, Any], tokenizer: Any, model: Any, folder: Any, **a
 
 
 def trained_labels(trainer: Any) -> list[int]:
-    """The labels of the first row, as the collator hands them to the loss, without the masked ones."""
+    """The unmasked labels of the first row, as the collator hands them to the loss."""
     rows = [dict(trainer.train_dataset[0]), dict(trainer.train_dataset[1])]
     longer = {name: values + values[-1:] * 3 for name, values in rows[1].items() if isinstance(values, list)}
     batch = trainer.data_collator([rows[0], longer])  # the first row is padded
@@ -89,7 +89,7 @@ def trained_labels(trainer: Any) -> list[int]:
 def test_every_format_teaches_where_to_stop(kind, pad_is_eos, template, tokenizer, model, tmp_path) -> None:
     conversational = kind in ("messages", "turns")
     tokenizer.pad_token = tokenizer.eos_token if pad_is_eos else "<unk>"
-    tokenizer.chat_template = template  # plain rows do not use it
+    tokenizer.chat_template = template  # not used for plain rows
     stop = ensure_stop_token(tokenizer, conversational=conversational)
     assert stop == ("<|im_end|>" if conversational and template is CHATML else "</s>")
     labels = trained_labels(trainer_of(ROWS[kind], tokenizer, model, tmp_path))
@@ -134,7 +134,7 @@ def test_the_appended_stop_leaves_prompts_alone(tokenizer) -> None:
     template = tokenizer.chat_template
     ensure_stop_token(tokenizer, conversational=True)
     assert tokenizer.chat_template == template
-    # One turn is continued: nothing after it.
+    # A turn that is being continued gets nothing appended.
     open_end = tokenizer.apply_chat_template(TURNS, tokenize=False, continue_final_message=True)
     assert open_end.endswith("It is Lily.")
 
@@ -147,7 +147,7 @@ def test_templates_given_as_named_variants(tokenizer) -> None:
 
 
 def test_a_processors_template_ends_a_turn_or_is_given_an_end(tokenizer) -> None:
-    """Its turns are lists of parts; what was given is kept by the processor, not by its tokenizer."""
+    """The template's turns are lists of parts; an added end token is stored in the processor, not in its tokenizer."""
     from transformers import CLIPImageProcessorPil, LlavaProcessor
 
     parts = "{% for part in m['content'] %}{{ part['text'] if part['type'] == 'text' else '<image>' }}{% endfor %}"

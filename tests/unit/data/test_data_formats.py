@@ -1,4 +1,4 @@
-"""Formats: found by themselves or mapped, and what each becomes."""
+"""Row formats: detected automatically or mapped by the user, and the rows that each one produces."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_answers_of_any_kind_become_text(write_jsonl) -> None:
     rows = [{"prompt": "q", "completion": "a", "answer": answer} for answer in answers]
     expected = ["1", "2", str(-(2**70)), "0.5", "x", "true", None, '[1, "b"]']
     assert load_training_data(write_jsonl("a.jsonl", rows)).train["answer"] == expected
-    # Whole numbers only in what is sampled, then others.
+    # The sampled rows hold only whole numbers; other values follow.
     rows = [{"prompt": "q", "completion": "a", "answer": 7}] * 1000 + rows
     assert load_training_data(write_jsonl("b.jsonl", rows)).train["answer"] == ["7"] * 1000 + expected
 
@@ -186,7 +186,7 @@ def test_typed_files_with_tool_calls_and_content_parts(tmp_path) -> None:
     ]
     Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
     train = load_training_data(str(tmp_path / "a.parquet")).train
-    # Arrow gave both objects both keys; the ones nobody wrote are gone again.
+    # Arrow gave both objects both keys; the keys that were not in the file are removed again.
     assert train[0]["messages"][1]["tool_calls"] == [{"name": "f", "arguments": {"x": 1}}]
     assert train[1]["messages"][1]["tool_calls"] == [{"name": "g", "arguments": {"y": "2"}}]
     assert train[1]["messages"][0] == {"role": "user", "content": "q"}
@@ -212,7 +212,7 @@ def test_columns_mapped(write_jsonl, shared_data) -> None:
     path = write_jsonl("a.jsonl", [{"question": "q", "reply": "a", "final": 7, "sys": "s"}])
     data = load_training_data(path, columns=["prompt=question", "completion=reply", "answer=final", "system=sys"])
     assert data.train.to_list() == [{"prompt": "s\n\nq", "completion": "a", "answer": "7"}]
-    # Only the answer mapped: the rest is found by itself.
+    # Only the answer is mapped; the other columns are detected.
     path = write_jsonl("b.jsonl", [{"messages": QA, "final": 7}])
     assert load_training_data(path, columns=["answer=final"]).train.to_list() == [{"messages": QA, "answer": "7"}]
     data = load_training_data(

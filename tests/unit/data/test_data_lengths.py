@@ -1,4 +1,4 @@
-"""Length statistics, against numbers worked out by hand."""
+"""Length statistics, checked against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_prompt_counts_with_its_completion() -> None:
 
     pairs = Dataset.from_dict({"prompt": ["ab", "abc"], "completion": ["cdef", "d"]})
     got = length_distribution(pairs, tokenizer=Letters(), max_length=64, batch_size=1, num_sampled=2)
-    assert (got.max_tokens, got.mean_tokens) == (7, 6.0)  # and the token that ends a row
+    assert (got.max_tokens, got.mean_tokens) == (7, 6.0)  # plus the token that ends a row
     with pytest.raises(ConfigError, match="not tokenised"):
         length_distribution(pairs, max_length=64, batch_size=1, num_sampled=2)
 
@@ -95,13 +95,13 @@ def test_rows_and_samples(shared_data) -> None:
     got = length_distribution(questions, tokenizer, max_length=512, batch_size=8, num_sampled=50)
     assert 100 < got.mean_tokens < 600
     messages = Dataset.from_list([{"messages": [{"role": "user", "content": "hi"}]}])
-    # The template writes the text and EOS, and no BOS.
+    # The template writes the text and EOS, but no BOS.
     expected = len(tokenizer("hi", add_special_tokens=False)["input_ids"]) + 1
     assert length_distribution(messages, tokenizer, max_length=512, batch_size=8).max_tokens == expected
 
 
 class Letters:
-    """A token a letter; text begins with another one unless it is told not to, and templates put turns in brackets."""
+    """One token per letter, and a leading token unless special tokens are off; its template puts turns in brackets."""
 
     def __call__(self, text: str, *, add_special_tokens: bool = True, **options: object) -> dict[str, list[int]]:
         return {"input_ids": [0] * add_special_tokens + [ord(letter) for letter in text]}

@@ -1,4 +1,4 @@
-"""Loader settings: from cores, device and data; what the user set stays."""
+"""Data loader settings derived from cores, device and data; values set by the user are kept."""
 
 from __future__ import annotations
 
@@ -120,21 +120,21 @@ def test_cores_are_those_of_this_process() -> None:
 
 @pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="needs sigwaitinfo")
 def test_a_worker_ends_with_its_owner_and_with_nobody_else() -> None:
-    """Launchers and terminals signal a run's whole group, and the run saves first."""
+    """Launchers and terminals signal the run's whole process group, and the run must save before its workers end."""
     told, tell = os.pipe()
     done = (0, 0)
     child = os.fork()
     if child == 0:
         try:
             outlive_signals()
-            outlive_signals(3)  # of a second loader
+            outlive_signals(3)  # as a second loader would call it
             os.write(tell, b".")
             time.sleep(60)
         finally:
             os._exit(7)
     try:
         assert os.read(told, 1) == b"."
-        for name in ("INT", "USR1", "TERM", "TERM"):  # by another process
+        for name in ("INT", "USR1", "TERM", "TERM"):  # sent by another process
             subprocess.run(["kill", f"-{name}", str(child)], check=True)
         time.sleep(0.1)
         assert os.waitpid(child, os.WNOHANG) == (0, 0)

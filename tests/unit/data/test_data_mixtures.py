@@ -1,4 +1,4 @@
-"""Mixtures: weights become shares of the rows drawn, the same for everybody with the same seed."""
+"""Mixtures: weights become shares of the drawn rows, identical for everyone who uses the same seed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_no_row_is_drawn_twice_and_the_first_source_to_run_out_ends_it(sources, 
     assert len(prompts) == len(set(prompts))
     drawn_one = sum(prompt.startswith("one") for prompt in prompts)
     assert 3990 <= drawn_one <= 4000
-    # Streams are shuffled by their buffer, files as a whole: in both the rows do not come in file order.
+    # Streams are shuffled through a buffer and files as a whole; either way rows do not come in file order.
     ones = [int(prompt[3:]) for prompt in prompts if prompt.startswith("one")]
     assert ones != sorted(ones)
 
@@ -130,7 +130,7 @@ def test_names_configurations_and_repeats() -> None:
         ("dir/odd=name.jsonl", None),
         ("openai/gsm8k", "socratic"),
     ]
-    (partition,) = parse_mixture(["rows/date=2026/part"])  # the "=" of a folder's name is no weight
+    (partition,) = parse_mixture(["rows/date=2026/part"])  # the "=" in a folder's name does not start a weight
     assert (partition.name, partition.weight) == ("rows/date=2026/part", None)
     with pytest.raises(ConfigError, match="named twice"):
         parse_mixture(["a.jsonl=1", "a.jsonl=2"])

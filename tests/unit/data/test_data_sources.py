@@ -1,4 +1,4 @@
-"""Sources: what is local, what is a hub id, which files belong to which split."""
+"""Sources: which are local, which are hub ids, and which files belong to which split."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_second_load_comes_from_the_cache_and_changes_are_seen(write_jsonl, own_
     again = load_training_data(path, on_bad_row="skip")
     assert os.stat(again.train.cache_files[0]["filename"]).st_mtime_ns == stamp
     assert again.skipped_rows == first.skipped_rows == 1
-    assert again.train._fingerprint == first.train._fingerprint  # so `map` results are found again, on every rank
+    assert again.train._fingerprint == first.train._fingerprint  # so every rank finds `map` results in the cache again
     write_jsonl("a.jsonl", [ROW, ROW, ROW])
     assert load_training_data(path, on_bad_row="skip").num_rows == 3
     # A failed load leaves nothing behind but its lock.
@@ -272,7 +272,7 @@ def test_second_load_comes_from_the_cache_and_changes_are_seen(write_jsonl, own_
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_data_sets_of_the_library_with_splits_and_configurations(write_jsonl, tmp_path, streaming) -> None:
-    """`datasets.load_dataset` opens a folder as it opens a repository of the hub, down to its errors."""
+    """`datasets.load_dataset` opens a local folder just as it opens a hub repository, including its errors."""
     from accel_scale.data.opened import _Library
     from accel_scale.data.sources import Source
 

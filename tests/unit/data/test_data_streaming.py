@@ -1,4 +1,4 @@
-"""Streams: every row exactly once over ranks and workers, shuffled, whatever the number of files."""
+"""Streams: each row exactly once across ranks and workers, shuffled, for any number of files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rows(first: int, count: int) -> list[dict[str, str]]:
 
 @pytest.fixture
 def stream_of(write_jsonl, tmp_path, monkeypatch):
-    """``stream_of(num_files, span_bytes)``: a stream of 600 rows over so many files, cut into spans."""
+    """``stream_of(num_files, span_bytes)``: a stream of 600 rows over `num_files` files, cut into spans."""
 
     def make(num_files: int, span_bytes: int = 1 << 30, **arguments):
         each = NUM_ROWS // num_files
@@ -107,7 +107,7 @@ def test_shuffled_in_a_buffer_and_differently_each_epoch(stream_of) -> None:
     assert numbers(stream) == first
     stream.set_epoch(1)
     assert numbers(stream) != first
-    # The buffer holds 100 rows: none comes out more than 100 places before its own.
+    # The buffer holds 100 rows, so no row comes out more than 100 places before its own.
     assert all(number - place <= 100 for place, number in enumerate(first))
 
 
@@ -131,5 +131,5 @@ def test_a_stream_resumes_where_it_stopped(stream_of) -> None:
     state = stream.state_dict()
     stream.load_state_dict(state)
     after = [row["completion"] for row in stream]
-    # The shuffle buffer is filled again, so its rows are not seen again; none comes twice.
+    # The shuffle buffer is refilled, so the rows it held are not seen again; no row comes twice.
     assert not set(before) & set(after)

@@ -1,4 +1,4 @@
-"""Rows with images: which columns, where images are shown, and what rows become for TRL."""
+"""Rows with images: how image columns are found, where images are placed, and the rows TRL gets."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_a_turn_of_nothing_but_an_image_says_something(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a.png", "a.jpg"])
 def test_a_file_that_was_cut_off_since_is_named_when_it_is_shown(name: str, tmp_path: Path) -> None:
-    """Its beginning says that it is an image, so that it can be opened."""
+    """The file's header is intact, so it can still be opened as an image."""
     path = tmp_path / name
     Image.effect_noise((64, 64), 50).save(path)
     path.write_bytes(path.read_bytes()[:-200])

@@ -1,4 +1,4 @@
-"""Answers with a label each: columns, labels of any file, what is refused, and the embedded ones."""
+"""Answers that carry a label each: columns, labels from any file format, refusals, and the embedded rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed rows: no token lost or doubled, nothing predicted across documents, orders that follow their seed."""
+"""Packed rows: no token lost or duplicated, nothing predicted across documents, order determined by the seed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LETTERS = "".join(chr(33 + index) for index in range(90))
 
 
 class Texts(BlockSource):
-    """Blocks of given texts; `cut`: each block is a part of one continuous text."""
+    """Blocks of given texts; with `cut`, each block is a part of one continuous text."""
 
     def __init__(self, blocks: list[list[str]], *, cut: bool = False) -> None:
         self.kind, self.size_bytes, self.num_blocks = "text", 1, len(blocks)
@@ -51,13 +51,13 @@ def lanes(
 
 
 def cycle(length: int) -> str:
-    """Each letter tells the next one: what does not follow is a seam."""
+    """Text in which each letter determines the next one, so that a break in the order shows a seam."""
     return (LETTERS * (length // len(LETTERS) + 1))[:length]
 
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_nothing_is_predicted_across_a_seam(cut: bool) -> None:
-    """A long document is taken from a place inside of it: its end is followed by its beginning, or by another one."""
+    """A long document is read from a place inside it: after its end comes its beginning or another document."""
     made = lanes([[cycle(3001)], [cycle(2003)]], row_length=64, cut=cut)
     seams = inner = 0
     for _ in range(240):
@@ -81,8 +81,8 @@ def test_nothing_is_predicted_across_a_seam(cut: bool) -> None:
 @given(
     st.lists(st.lists(st.integers(0, 70), max_size=5), min_size=1, max_size=4), st.integers(1, 33), st.integers(0, 9)
 )
-@example([[0], [1]], 1, 0)  # an empty document is its end alone; rows of one token
-@example([[33, 33]], 33, 1)  # rows as long as documents, but for their end
+@example([[0], [1]], 1, 0)  # an empty document is only its end token; rows of one token
+@example([[33, 33]], 33, 1)  # rows as long as the documents without their end tokens
 @example([[], [5]], 7, 2)  # a block without documents
 def test_an_epoch_of_one_lane_has_every_document_once(sizes, row_length, seed) -> None:
     texts = [[f"{block}-{index} " + "x" * size for index, size in enumerate(one)] for block, one in enumerate(sizes)]
@@ -97,7 +97,7 @@ def test_an_epoch_of_one_lane_has_every_document_once(sizes, row_length, seed) -
         rows = made.step()
         stream += rows.ids[0].tolist()
         starts += rows.starts[0].tolist()
-    # Documents of many rows are taken from a place inside of them, so tokens are compared, and whole short ones.
+    # Documents longer than a row are read from a place inside them, so tokens are compared, and only short ones whole.
     assert Counter(stream[:total]) == Counter(t for text, n in expected.items() for t in [*text.encode(), EOS] * n)
     if all(len(text) + 1 <= 8 * row_length for text in expected):
         documents = BYTE.decode(stream[:total]).split(BYTE.eos_token)
@@ -119,7 +119,7 @@ def test_a_lane_goes_on_from_its_state() -> None:
         assert np.array_equal(found.stacked(positions=True), rows.stacked(positions=True))
     assert again.state() == whole.state()
     source = TrainingSource("t", Texts(texts), 2, 1.0, 0)
-    # Lanes that workers share out are those that one has.
+    # Lanes shared out among workers equal those of a single one.
     parts = [LaneSet([source], Encoder(BYTE), [n], num_lanes=3, row_length=32) for n in range(3)]
     assert [part.step().row_ids[0] for part in parts] == expected[0].row_ids
 
@@ -194,7 +194,7 @@ def test_a_lane_goes_on_from_its_state() -> None:
     ],
 )
 def test_rows_never_change(cut: bool, num_lanes: int, rows: list[str]) -> None:
-    """A run of today goes on tomorrow with the rows that it would have had: documents, parts of them, phases."""
+    """Today's run continues tomorrow with the rows it would have had: documents, parts of them, phases."""
     sizes = [[3, 40, 7], [190], [12, 9, 500, 1]]
     texts = [[cycle(size) for size in block] for block in sizes]
     made = lanes(texts, row_length=16, num_lanes=num_lanes, cut=cut, seed=3)
@@ -218,7 +218,7 @@ def test_rows_as_arrays() -> None:
 
 
 def test_predicted_labels_are_those_that_a_token_precedes(write_jsonl) -> None:
-    """Rows that go on with a document have a label in their first column, which nothing in the row predicts."""
+    """Rows that continue a document have a label in their first column, which nothing in the row predicts."""
     path = write_jsonl("long.jsonl", [{"text": cycle(300)} for _ in range(40)])
     data = open_pretraining_data(path, tokenizer=BYTE, row_length=32, isolate_documents=True, seed=3)
     loader, first_labels = data.train_loader(global_batch_size=4, micro_batch_size=2), 0
@@ -242,7 +242,7 @@ def mixed(seed: int, num_sources: int = 2) -> list[tuple[int, int]]:
 
 
 def test_each_source_is_shuffled_by_the_seed() -> None:
-    """Not only which source comes next: the rows of one source come in another order, and in another than its like."""
+    """The seed sets each source's row order too, not only which source is next; equal sources differ in order."""
 
     def order(seed: int, source: int) -> list[int]:
         return [row for number, row in mixed(seed) if number == source][:100]

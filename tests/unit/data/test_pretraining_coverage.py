@@ -1,4 +1,4 @@
-"""Every token of every document once per epoch, however many lanes share however little data."""
+"""Every token of every document occurs once per epoch, for any number of lanes and any amount of data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EOS = BYTE.eos_token_id
 
 
 def take(path: str, steps: int, *, row_length: int, global_batch_size: int) -> list[list[tuple[list[int], str]]]:
-    """(tokens, row id) of each row of each global batch."""
+    """Returns (tokens, row id) of each row of each global batch."""
     data: Any = open_pretraining_data(path, tokenizer=BYTE, row_length=row_length, seed=3)
     loader = data.train_loader(global_batch_size=global_batch_size, micro_batch_size=global_batch_size)
     found = []
@@ -90,14 +90,14 @@ def test_one_lane_takes_each_document_once_before_any_twice(write_jsonl) -> None
 
 @pytest.mark.parametrize("num_documents", [1, 5, 300])
 def test_small_data_is_covered_evenly_by_many_lanes(write_jsonl, num_documents: int) -> None:
-    """Fewer blocks, or even documents, than rows in the batch."""
+    """The data has fewer blocks, or even documents, than the batch has rows."""
     rows = [{"text": f"{index:04d}" * (20 if num_documents == 300 else 1000)} for index in range(num_documents)]
     path = write_jsonl("small.jsonl", rows)
     total = sum(len(row["text"]) + 1 for row in rows)
     steps = max(1, 8 * total // (64 * 40))
     batches = take(path, steps, row_length=40, global_batch_size=64)
     names = [row[-1] for row in batches[0]]
-    # A row twice in a batch is rare, even where a batch has more than half of all tokens.
+    # A row rarely occurs twice in a batch, even if the batch has more than half of all tokens.
     assert len(set(names)) >= (64 if num_documents == 300 else 60)
     counts = Counter(token for batch in batches for row in batch for token in row[0])
     share = counts[EOS] / sum(counts.values())
@@ -106,7 +106,7 @@ def test_small_data_is_covered_evenly_by_many_lanes(write_jsonl, num_documents: 
 
 def test_continuous_text_is_cut_elsewhere_in_each_epoch(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
-    path.write_text("0123456789abcde\n" * 4096)  # rows of 64 bytes would begin at the same places for ever
+    path.write_text("0123456789abcde\n" * 4096)  # rows of 64 bytes would always begin at the same places
     per_epoch = 4096 * 16 // 64
     batches = take(str(path), per_epoch * 3, row_length=64, global_batch_size=1)
     epochs = [batches[index * per_epoch : (index + 1) * per_epoch] for index in range(3)]

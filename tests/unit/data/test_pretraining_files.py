@@ -1,4 +1,4 @@
-"""Blocks of text files: every document in exactly one block, wherever the cuts fall; faults named by line."""
+"""Blocks of text files: every document is in exactly one block, wherever the cuts are; faults are named by line."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_continuous_text_is_cut_without_losing_anything(tmp_path: Path, texts: l
             fragments.append(text)
             ends += block.ends or index < len(block) - 1
     assert "".join(fragments) == "".join(contents)
-    assert ends == sum(bool(content) for content in contents)  # each file is closed once
+    assert ends == sum(bool(content) for content in contents)  # each file ends once
 
 
 def test_cuts_fall_between_lines_or_words(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Training rows: one order for any number of ranks and workers, resuming anywhere, what is refused."""
+"""Training rows: the same order for any number of ranks and workers, resuming anywhere, and refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EOS = BYTE.eos_token_id
 
 @pytest.fixture
 def corpus(tmp_path: Path, write_jsonl: Callable[..., str]) -> list[str]:
-    """A mixture of JSON lines and one continuous text."""
+    """A mixture of JSON lines and one continuous text file."""
     draw = random.Random(1)
     rows = [{"text": f"document {index} " + "word " * draw.randrange(60)} for index in range(1500)]
     book = tmp_path / "book.txt"
@@ -54,7 +54,7 @@ def take(
     state: dict[str, Any] | None = None,
     global_batch_size: int = GLOBAL_BATCH,
 ) -> tuple[list[list[Any]], dict[str, Any]]:
-    """(rows of each global batch, the merged state after them)."""
+    """Returns (rows of each global batch, the merged state after them)."""
     loaders = [
         data.train_loader(
             global_batch_size=global_batch_size,
@@ -112,10 +112,10 @@ def test_the_state_is_that_of_the_last_step_consumed_however_far_workers_ran_ahe
     with data.train_loader(global_batch_size=GLOBAL_BATCH, micro_batch_size=8, num_workers=2) as loader:
         steps = [next(loader), next(loader)]
         assert loader.state_dict() == expected
-        assert expected["version"] == 1  # what checkpoints of the first version say
+        assert expected["version"] == 1  # the version that the first checkpoints have
         assert loader.step == 2
         assert loader.wait_seconds >= loader.last_wait_seconds > 0
-    # Going around a step is taking it and not training on it.
+    # Skipping a step means taking it without training on it.
     with data.train_loader(global_batch_size=GLOBAL_BATCH, micro_batch_size=8, state=expected) as loader:
         assert next(loader).row_ids != steps[1].row_ids
 
@@ -131,7 +131,7 @@ def test_closing_ends_the_workers(corpus) -> None:
 
 
 def test_what_workers_are_given_survives_pickling(corpus) -> None:
-    """Workers are forked on Linux; where they are started afresh they get a copy."""
+    """Workers are forked on Linux; with other start methods they get a copy."""
     data = open_data(corpus)
     expected, _ = take(data, 3)
     copy = pickle.loads(pickle.dumps(data))
@@ -161,7 +161,7 @@ def test_shares_are_shares_of_tokens(corpus) -> None:
     batches, _ = take(open_data(corpus), 100)
     counts = Counter(row[-1].split(":")[0] for batch in batches for row in batch)
     assert counts["rows.jsonl"] == pytest.approx(600, abs=2)
-    assert all(sum(row[-1].startswith("book") for row in batch) == 2 for batch in batches)  # in each batch, too
+    assert all(sum(row[-1].startswith("book") for row in batch) == 2 for batch in batches)  # in each batch too
 
 
 def test_a_row_id_leads_to_the_text(corpus) -> None:
@@ -224,7 +224,7 @@ def test_data_without_text_is_refused(write_jsonl) -> None:
 
 
 def test_memory_stays_flat(write_jsonl) -> None:
-    """Blocks come and go; private memory after 200 steps is that after 60. The long proof is a benchmark."""
+    """Blocks come and go; private memory after 200 steps is as after 60. A benchmark has the long version."""
     status = Path("/proc/self/status")
     if not status.exists():
         pytest.skip("needs /proc")

@@ -1,4 +1,4 @@
-"""Orders that are computed: bijections, units once per epoch, shares of sources."""
+"""Computed orders: bijections, units once per epoch, shares of sources."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def test_a_permutation_of_any_size_costs_the_same() -> None:
 def test_keys_give_different_orders_without_fixed_points() -> None:
     orders = [[Permutation(1000, key)[index] for index in range(1000)] for key in range(20)]
     fixed = [sum(number == index for index, number in enumerate(order)) for order in orders]
-    assert sum(fixed) / 20 < 3  # a random permutation has one on average
+    assert sum(fixed) / 20 < 3  # a random permutation has one fixed point on average
     assert len({tuple(order) for order in orders}) == 20
 
 
 def test_orders_never_change() -> None:
-    """A checkpoint of today must resume tomorrow: these are the values of the first version."""
+    """Today's checkpoint must resume tomorrow: these are the values of the first version."""
     assert mixed(1, 2, 3) == 0xD0734750FDE362B3
     assert shuffled(8, 5).tolist() == [6, 0, 2, 1, 4, 7, 3, 5]
     assert [Permutation(10, 3)[index] for index in range(10)] == [2, 8, 6, 1, 3, 9, 4, 5, 0, 7]
@@ -45,7 +45,7 @@ def test_orders_never_change() -> None:
 @given(num_blocks=st.integers(1, 60), num_lanes=st.integers(1, 100), seed=st.integers(0, 99))
 def test_every_unit_once_in_each_epoch(num_blocks: int, num_lanes: int, seed: int) -> None:
     order = UnitOrder(num_blocks, num_lanes, seed)
-    assert order.num_units >= num_lanes  # so that no two lanes are in the same block of different epochs at once
+    assert order.num_units >= num_lanes  # so that no two lanes share a block in different epochs at once
     for epoch in range(2):
         units = [order[epoch * order.num_units + index] for index in range(order.num_units)]
         assert {unit.epoch for unit in units} == {epoch}

@@ -1,4 +1,4 @@
-"""Prepared data: the rows of the data itself, after a kill or a full disk as well, and nothing else passes for it."""
+"""Prepared data has the raw data's rows, even after a kill or a full disk, and nothing else passes for it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from accel_scale.data.pretraining.prepared import is_prepared
 from accel_scale.errors import ConfigError
 
 BYTE = load_pretraining_tokenizer("byte")
-FORK = multiprocessing.get_context("fork")  # a process to kill, without importing everything again
+FORK = multiprocessing.get_context("fork")  # a process that can be killed, without importing everything again
 
 
 @pytest.fixture
 def rows(write_jsonl, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Enough for several shards, which are made small."""
+    """Enough rows for several shards, which are made small."""
     monkeypatch.setattr(prepare, "_MIN_SHARD_BYTES", 64 << 10)
     draw = random.Random(4)
     words = ["".join(draw.choices("abcdefgh", k=draw.randrange(1, 8))) for _ in range(300)]
@@ -123,7 +123,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, rows: str) -> None:
     assert 0 < done.num_kept_shards < done.num_shards
     assert files_of(killed) == files_of(whole)
     again = {path.parent.name: path.stat().st_mtime_ns for path in shards.glob("shard-*/tokens.bin")}
-    assert again | finished == again  # kept ones were not written again
+    assert again | finished == again  # shards that were kept are not rewritten
     assert not list(shards.glob("partial-*"))
     assert prepare_data(rows, tokenizer=BYTE, output_dir=str(killed)).num_kept_shards == done.num_shards
 
@@ -137,7 +137,7 @@ def _prepare_with_little_room(rows: str, folder: str, answer: Any) -> None:
 
 
 def test_a_full_disk_is_said_and_finished_shards_are_kept(tmp_path: Path, rows: str) -> None:
-    """No file may be as large as a shard's tokens: the error differs from a full disk's in its number only."""
+    """No file may grow as large as a shard's tokens: the error differs from a full disk's only in its number."""
     answer = FORK.SimpleQueue()
     process = FORK.Process(target=_prepare_with_little_room, args=(rows, str(tmp_path / "prepared"), answer))
     process.start()

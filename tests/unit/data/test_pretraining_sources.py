@@ -1,4 +1,4 @@
-"""What can be named as pretraining data, what is held out, and what is said of anything else."""
+"""Sources of pretraining data: which may be named, what is held out, and the errors for anything else."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_shares(tmp_path: Path, write_jsonl) -> None:
     one = write_jsonl("a/rows.jsonl", [{"text": "x" * 100}] * 30)
     other = write_jsonl("b/rows.jsonl", [{"text": "x" * 100}] * 10)
     sources, _ = find_sources([one, other], **OPTIONS)
-    assert [source.weight for source in sources] == [0.75, 0.25]  # their bytes
+    assert [source.weight for source in sources] == [0.75, 0.25]  # their sizes in bytes
     assert [source.label for source in sources] == ["rows.jsonl", "rows.jsonl.2"]
     sources, _ = find_sources([f"{one}=2", f"{other}=6"], **OPTIONS)
     assert [source.weight for source in sources] == [0.25, 0.75]
@@ -142,7 +142,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, write_jsonl, data, probl
 
 
 def test_what_the_datasets_library_loads_is_read_from_its_cache(write_jsonl, texts) -> None:
-    """As for a hub data set, whose files `load_dataset` brings into the cache."""
+    """As for a hub data set, whose files `load_dataset` downloads to the cache."""
     from datasets import load_dataset
 
     path = write_jsonl("rows.jsonl", [{"text": text} for text in texts])
@@ -183,9 +183,9 @@ def open_data(data: Any, **options: Any) -> Any:
 
 
 def rows_of(loaders: list[Any]) -> list[tuple[list[int], list[int]]]:
-    """Rows with anything to predict, of all ranks, in the order of the whole."""
+    """The rows of all ranks that have anything to predict, in their overall order."""
     batches = [list(loader) for loader in loaders]
-    assert len({len(found) for found in batches}) == 1  # no rank waits for another's collective
+    assert len({len(found) for found in batches}) == 1  # no rank waits for another rank's collective
     together = [
         (ids, labels)
         for step in zip(*batches, strict=True)

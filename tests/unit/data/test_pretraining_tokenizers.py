@@ -1,4 +1,4 @@
-"""Tokenizers to pretrain with: any text comes back, files load again, text is never taken for special tokens."""
+"""Tokenizers for pretraining: any text is restored, files load again, text is never taken for special tokens."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def test_fingerprints_tell_tokenizers_apart_and_ignore_what_does_not_matter() ->
 def test_text_is_never_taken_for_special_tokens() -> None:
     (tokens,) = Encoder(TRAINED).encode(["a<|endoftext|>b"])
     assert tokens.tolist().count(TRAINED.eos_token_id) == 1
-    assert TRAINED("a<|endoftext|>b")["input_ids"].count(TRAINED.eos_token_id) == 1  # the user's copy is as it was
+    assert TRAINED("a<|endoftext|>b")["input_ids"].count(TRAINED.eos_token_id) == 1  # the user's copy is unchanged
 
 
 def test_documents_are_opened_where_the_tokenizer_would() -> None:
     tokenizer = load_pretraining_tokenizer("byte")
     assert Encoder(tokenizer).prefix == []
     tokenizer.add_special_tokens({"bos_token": "<|begin|>"})
-    assert Encoder(tokenizer).prefix == []  # it has the token and does not put it there
+    assert Encoder(tokenizer).prefix == []  # the tokenizer has the token but does not add it
     from tokenizers.processors import TemplateProcessing
 
     bos = tokenizer.bos_token_id
@@ -92,7 +92,7 @@ def test_training_reads_a_bounded_sample_of_the_data(write_jsonl) -> None:
     sample = list(sample_texts(path, max_bytes=400_000))
     assert 400_000 <= sum(map(len, sample)) < 500_000
     numbers = [int(text.split()[1]) for text in sample]
-    assert max(numbers) - min(numbers) > 3000  # from all over the file
+    assert max(numbers) - min(numbers) > 3000  # from all parts of the file
     assert len(list(sample_texts(path))) == 5000
     assert len(train_tokenizer(sample_texts(path, max_bytes=400_000), 300)) == 300
     other = write_jsonl("others.jsonl", [{"text": f"other {index} " * 20} for index in range(5000)])

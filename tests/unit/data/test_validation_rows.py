@@ -1,4 +1,4 @@
-"""Held-out rows from blocks that are known token by token, and the loaders' and files' smaller promises."""
+"""Held-out rows from blocks with known tokens, and smaller guarantees of the loaders and files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAD = 99
 
 
 class Listed(BlockSource):
-    """Blocks of documents of given lengths; each token is the number of its document, counted from `first`."""
+    """Blocks of documents of given lengths; each token is its document's number, counted from `first`."""
 
     kind = "listed"
 
@@ -57,7 +57,7 @@ def source(blocks: list[list[int]], *, weight: float = 1.0, first: int = 0, skip
 
 
 def test_a_row_of_documents_is_labelled_and_counted_from_their_beginnings() -> None:
-    """5 + 2 + 4 tokens in rows of 8: the third document goes on in the second row, of which 5 tokens are padding."""
+    """5 + 2 + 4 tokens in rows of 8: the third document continues in the second row, which has 5 tokens of padding."""
     (batch,) = loader(source([[5, 2, 4]]))
     assert batch["input_ids"].tolist() == [[0] * 5 + [1] * 2 + [2], [2] * 3 + [PAD] * 5]
     no = -100
@@ -96,7 +96,7 @@ def test_sources_take_turns_by_their_shares_until_each_has_no_more() -> None:
 
 
 def test_validation_rows_never_change() -> None:
-    """Losses of runs of today and of tomorrow are compared: of these blocks the first version took this order."""
+    """Losses of today's and tomorrow's runs are compared: the first version read these blocks in this order."""
     found = [int(batch["input_ids"][0, 0]) for batch in loader(source([[8]] * 12), micro_batch_size=1)]
     assert found == [8, 4, 10, 0, 5, 7, 9, 3, 11, 2, 1, 6]
 
@@ -149,7 +149,7 @@ def lanes(*blocks: list[int], num_lanes: int = 2, length: int = 8, **options: An
 
 
 def test_a_row_id_names_the_tokens_of_its_row() -> None:
-    """Whole documents by their numbers, parts with their places; a fragment, and a document of many rows, in two."""
+    """Whole documents by number, parts by position; also for fragments, and for a document longer than a row."""
     for options in ({}, {"fragments": True}):
         blocks = [[3, 9, 1, 4], [200], [2, 2, 2, 2], [17, 5]]
         made, source_ = lanes(*blocks, **options), Listed(blocks, **options)
@@ -331,7 +331,7 @@ def test_documents_are_opened_as_the_tokenizer_itself_would(opens: bool) -> None
 
 
 def test_blocks_of_prepared_data_are_those_of_the_data(tmp_path: Path) -> None:
-    """Of two shards; in the first one documents go on before and after their blocks."""
+    """Two shards; in the first one, documents continue beyond their blocks in both directions."""
     blocks, encoder = [[9], [3, 4], [], [5]], ENCODER
     facts = []
     for shard, (first, end) in enumerate(((0, 2), (2, 4))):

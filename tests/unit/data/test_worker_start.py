@@ -1,4 +1,4 @@
-"""Loader workers that start from a pickle: what cannot be pickled is said before they start."""
+"""Loader workers that start from a pickle: what cannot be pickled is reported before they start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accel_scale.errors import ConfigError
 
 
 class Rows(Dataset[Any]):
-    """Four rows and whatever else."""
+    """Four rows and an extra object."""
 
     def __init__(self, extra: Any = None) -> None:
         self.extra = extra
