@@ -34,6 +34,7 @@ def test_pretraining_reduces_every_micro_batch_to_the_same_gradients(tmp_path: P
     assert num_reductions(each) == ACCUMULATION * num_reductions(last)
 
 
+@pytest.mark.soak
 def test_fine_tuning_reduces_every_micro_batch_to_the_same_gradients(tmp_path: Path) -> None:
     losses = []
     for sync in ("false", "true"):

@@ -59,10 +59,24 @@ def losses_of(out: Path) -> list[float]:
     return losses
 
 
+# Every kind of model and every way to train once; the other pairs are soaks.
+PAIRS = {
+    ("gemma3", "full", "none"),
+    ("llava", "full", "projector"),
+    ("idefics3", "full", "all"),
+    ("llava", "lora", "none"),
+}
+TRAINED = [("full", "none"), ("full", "projector"), ("full", "all"), ("lora", "none")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("method", "train_vision"), [("full", "none"), ("full", "projector"), ("full", "all"), ("lora", "none")]
+    ("kind", "method", "train_vision"),
+    [
+        pytest.param(kind, *trained, marks=[] if (kind, *trained) in PAIRS else [pytest.mark.soak])
+        for kind in KINDS
+        for trained in TRAINED
+    ],
 )
 def test_losses_and_what_is_trained_are_trls(
     kind: str, method: str, train_vision: str, made: Path, tmp_path: Path
@@ -362,7 +376,10 @@ def test_turned_pictures_are_turned_as_datasets_turns_them(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("method", "number"), [("full", signal.SIGKILL), ("lora", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("method", "number"),
+    [("full", signal.SIGKILL), pytest.param("lora", signal.SIGTERM, marks=pytest.mark.soak)],
+)
 def test_a_stopped_run_goes_on_bit_for_bit(method: str, number: signal.Signals, made: Path, tmp_path: Path) -> None:
     def start(folder: Path) -> subprocess.Popen[str]:
         words = [*recipe_words(made, "idefics3", folder), "--max_steps", "6", "--save_steps", "2", "--method", method]
