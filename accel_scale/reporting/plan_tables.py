@@ -16,13 +16,15 @@ from accel_scale.planning.search.branches import branch_of
 from accel_scale.planning.search.changes import as_flag, cheapest_changes, launch_label
 from accel_scale.planning.search.recipe_choices import PRETRAIN_PLAN, SFT_PLAN
 from accel_scale.planning.search.requests import amount
-from accel_scale.planning.search.search import Candidate, Plan, Rejection, Request, search, why_no_time
+from accel_scale.planning.search.search import Candidate, Plan, Rejection, Request, search, time_of, why_no_time
 from accel_scale.planning.search.writing import WrittenPlan
 from accel_scale.reporting.plan_terms import print_terms
 from accel_scale.reporting.tables import format_count, format_seconds
 from accel_scale.units import format_bytes, three_digits
 
 _GIB = 2**30
+# Share of a step spent waiting for the host above which a plan says so.
+_LATE = 0.25
 _WIDTH = 150
 _MOST_GPUS = 1024
 
@@ -195,11 +197,27 @@ def time_notes(plan: Plan) -> list[str]:
         said.append("sync: with --sync_each_batch true, which reduces the gradients of every micro-batch.")
     if best is not None and best.setup.checkpointing == "offload":
         said.append(f"{format_bytes(best.memory.host_bytes)} of host memory for each GPU, for the layers' inputs.")
+    if best is not None and (late := _late_host(plan.request, best)) is not None:
+        said.append(late)
     for reason in reasons:
         labels = [note.partition(": ")[0].removeprefix("no time for ") for note in notes if note.endswith(reason)]
         who = "" if len(set(labels)) == len({c.choice.label for c in plan.candidates}) else " for "
         said.append(f"no time{who}{', '.join(dict.fromkeys(labels)) if who else ''}: {reason}")
     return said
+
+
+def _late_host(request: Request, best: Candidate) -> str | None:
+    """How long the GPU waits for the host's kernel launches, and what helps; None if it hardly waits."""
+    time = best.time
+    if time is None or time.launch_wait_seconds < _LATE * time.step_seconds:
+        return None
+    share = time.launch_wait_seconds / time.step_seconds
+    advice = "longer rows or larger micro-batches cost little more."
+    if request.recipe in (SFT_PLAN, PRETRAIN_PLAN) and not best.setup.quantises_base and not best.setup.compile:
+        compiled = time_of(request, replace(best.setup, compile=True))
+        if compiled is not None:
+            advice = f"with --torch_compile true a step is predicted to take {three_digits(compiled.step_seconds)} s."
+    return f"the GPU waits for the host, which launches kernels too slowly, for {share:.0%} of a step: {advice}"
 
 
 # ── Nothing fits ─────────────────────────────────────────────────────────────────────────────────────────────────────

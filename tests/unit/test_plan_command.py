@@ -127,6 +127,27 @@ def test_unknown_speeds_are_said_with_the_flag_that_gives_them(small, capsys):
     assert "no time" not in out
 
 
+def test_a_gpu_that_waits_for_the_host_is_said_with_what_helps(capsys):
+    """Short rows of a small model; with an 8B model and long rows nothing is said."""
+
+    def notes(*words: str) -> str:
+        status, printed, _ = plan(*words, "--gpu", "H100", "--top", "1", capsys=capsys)
+        assert status == 0
+        return " ".join(printed.split())
+
+    short = notes("Qwen/Qwen3-0.6B", "--method", "lora", "--max_length", "512", "--global_batch_size", "2")
+    found = re.search(
+        r"waits for the host, .* for (\d+)% of a step: with --torch_compile true .* take ([\d.]+) s", short
+    )
+    assert found is not None, short
+    assert int(found[1]) > 50
+    assert float(found[2]) < 0.07
+    small = notes("Qwen/Qwen3-0.6B", "--method", "qlora", "--max_length", "512", "--global_batch_size", "2")
+    assert "of a step: longer rows or larger micro-batches" in small
+    long = notes("meta-llama/Llama-3.1-8B", "--method", "lora", "--max_length", "8192")
+    assert "waits for the host" not in long
+
+
 def test_no_gpu_here_is_one_line(small, capsys, monkeypatch):
     monkeypatch.setattr("accel_scale.facts.hardware.detect_local", lambda: None)
     status, _, err = plan(small, capsys=capsys)
