@@ -40,7 +40,7 @@ from typing import Any, NoReturn
 
 SERVERS = 2
 # Prefixes. All other variables are read when they are used, and by then the environment is the caller's.
-READ_AT_IMPORT = ("BNB_", "DATASETS_", "HF_", "HOME", "HUGGINGFACE_", "LD_", "TRANSFORMERS_")
+READ_AT_IMPORT = ("BNB_", "DATASETS_", "HF_", "HOME", "HUGGINGFACE_", "LD_", "TRACKIO_", "TRANSFORMERS_")
 # The recipes set it for the processes they start; no test downloads.
 OF_NO_MATTER = ("HF_HUB_DISABLE_PROGRESS_BARS",)
 # Inspects its parent and its children, and imports nothing large.
