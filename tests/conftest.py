@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from warm_python import WarmPython, is_possible
+from warm_python import WarmPython, is_possible, read_at_import
 
 # Two workers that each start a full set of threads would fight over two cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads take cores away from the other processes
@@ -76,6 +76,16 @@ def _no_launch_is_left_behind() -> Iterator[None]:
         import torch.distributed as dist
 
         assert not dist.is_initialized(), "a test has left a process group in this process"
+
+
+@pytest.fixture(autouse=True)
+def _libraries_environment_stays() -> Iterator[None]:
+    """Restore what libraries read at import: with other variables than the warm servers', every launch starts cold."""
+    before = read_at_import()
+    yield
+    for name in read_at_import().keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

@@ -99,6 +99,15 @@ os._exit(status)
 """
 
 
+def read_at_import() -> dict[str, str]:
+    """Variables of this process that libraries read when they are imported."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(READ_AT_IMPORT) and name not in OF_NO_MATTER
+    }
+
+
 def is_possible() -> bool:
     """True if a process can watch another one's end and there is no GPU, which is unusable after a fork."""
     import torch
@@ -145,11 +154,7 @@ class WarmPython:
             cold=COLD_MODULES,
             prefixes=READ_AT_IMPORT,
             of_no_matter=OF_NO_MATTER,
-            watched={
-                name: value
-                for name, value in os.environ.items()
-                if name.startswith(READ_AT_IMPORT) and name not in OF_NO_MATTER
-            },
+            watched=read_at_import(),
             address=address,
             servers=SERVERS,
         )

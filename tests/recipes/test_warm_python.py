@@ -32,3 +32,12 @@ def test_the_projects_modules_are_imported_and_those_of_another_copy_take_their_
     assert known > 300
     assert file == repository / "accel_scale" / "__init__.py"
     assert answer(tmp_path) == (0, tmp_path / "accel_scale" / "__init__.py")
+
+
+def test_a_variable_that_libraries_read_is_left_behind() -> None:
+    os.environ["HF_LEFT_BEHIND"] = "by the test before"
+
+
+def test_and_does_not_make_the_next_launches_cold() -> None:
+    """A run with `--hub_token` in this process sets HF_TOKEN; launches with it would all start a full Python."""
+    assert "HF_LEFT_BEHIND" not in os.environ
