@@ -150,12 +150,17 @@ def _heed_forward_prefetch() -> None:
     @functools.wraps(prepare)
     def prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
         prepared = prepare(accelerator, model)
-        if os.environ.get("FSDP_FORWARD_PREFETCH") == "true":
-            gather_ahead(prepared)
+        heed_forward_prefetch(prepared)
         return prepared
 
     prepare_model.heeds_forward_prefetch = True  # type: ignore[attr-defined]
     accelerator.fsdp2_prepare_model = prepare_model
+
+
+def heed_forward_prefetch(model: nn.Module) -> None:
+    """Call `gather_ahead` on a sharded model if the launch file has ``fsdp_forward_prefetch: true``."""
+    if os.environ.get("FSDP_FORWARD_PREFETCH") == "true":
+        gather_ahead(model)
 
 
 def gather_ahead(model: nn.Module) -> None:

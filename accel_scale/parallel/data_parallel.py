@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from accel_scale.modeling.fsdp2_preparation import heed_forward_prefetch
 from accel_scale.parallel.layout import ParallelLayout
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def apply_data_parallel(
     options = _policy(compute_dtype)
     for block in [*blocks_of(part), part]:
         wrap(block, mesh, layout, options, reshard_after_forward)
+    if layout.shards_weights:
+        heed_forward_prefetch(part)
 
 
 def blocks_of(part: Any) -> list[nn.Module]:

@@ -245,3 +245,34 @@ def test_what_ranks_tell_each_other(tmp_path: Path) -> None:
     first, second = on_ranks(2, ranks, tmp_path)
     assert first == [[0, 2, [5, 6], 5, 6]] * 2
     assert second == [[1, 2, [5, 6], 5, 6]] * 2
+
+
+def test_a_shared_models_shards_are_gathered_ahead_where_the_launch_file_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launches set FSDP_FORWARD_PREFETCH for every engine; the losses do not change."""
+    import tensor_parallel_run as script
+    from torch.profiler import profile
+
+    from accel_scale.parallel.data_parallel import apply_data_parallel
+
+    def ranks() -> dict[str, Any]:
+        layout = script.ParallelLayout(dp_shard=2)
+        mesh: Any = script.build_mesh(layout, "cpu")
+        found: dict[str, Any] = {}
+        for value in ("false", "true"):
+            monkeypatch.setenv("FSDP_FORWARD_PREFETCH", value)
+            kind, attention, packed, policy, _ = script.CASES["llama"]
+            model = script.build(kind, attention, policy)
+            apply_data_parallel(model, mesh, layout)
+            script.STEPS = 1
+            with profile() as watched:
+                losses = script.train(model, packed=packed)["losses"].tolist()
+            names = [event.key for event in watched.key_averages()]
+            found[value] = [losses, sum(name.startswith("FSDP::forward_prefetch") for name in names)]
+        return found
+
+    for line in on_ranks(2, ranks, tmp_path):
+        assert line["false"][1] == 0
+        assert line["true"][1] >= 1
+        assert line["true"][0] == line["false"][0]
