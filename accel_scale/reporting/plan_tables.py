@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TextIO
 
 from accel_scale.errors import ConfigError
+from accel_scale.facts.checkpointing import SEGMENTS, kind_of
 from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.stacks import OURS, STACKS
 from accel_scale.planning.cost.overheads import gpu_overhead
@@ -213,11 +214,20 @@ def _late_host(request: Request, best: Candidate) -> str | None:
         return None
     share = time.launch_wait_seconds / time.step_seconds
     advice = "longer rows or larger micro-batches cost little more."
-    if request.recipe in (SFT_PLAN, PRETRAIN_PLAN) and not best.setup.quantises_base and not best.setup.compile:
+    if _compiles(request, best.setup):
         compiled = time_of(request, replace(best.setup, compile=True))
         if compiled is not None:
             advice = f"with --torch_compile true a step is predicted to take {three_digits(compiled.step_seconds)} s."
     return f"the GPU waits for the host, which launches kernels too slowly, for {share:.0%} of a step: {advice}"
+
+
+def _compiles(request: Request, setup: TrainingSetup) -> bool:
+    """True if --torch_compile is accepted with `setup`; fine-tuning refuses it with packed rows for most kernels."""
+    if setup.compile or setup.quantises_base or kind_of(setup.checkpointing) == SEGMENTS:
+        return False
+    if setup.parallel.is_divided or setup.parallel.sequence_parallel > 1:
+        return False
+    return request.recipe is PRETRAIN_PLAN or (request.recipe is SFT_PLAN and not setup.packing)
 
 
 # ── Nothing fits ─────────────────────────────────────────────────────────────────────────────────────────────────────

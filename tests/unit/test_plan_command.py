@@ -135,13 +135,15 @@ def test_a_gpu_that_waits_for_the_host_is_said_with_what_helps(capsys):
         assert status == 0
         return " ".join(printed.split())
 
-    short = notes("Qwen/Qwen3-0.6B", "--method", "lora", "--max_length", "512", "--global_batch_size", "2")
+    asked = ("Qwen/Qwen3-0.6B", "--method", "lora", "--max_length", "512", "--global_batch_size", "2")
+    short = notes(*asked, "--no_packing")
     found = re.search(
         r"waits for the host, .* for (\d+)% of a step: with --torch_compile true .* take ([\d.]+) s", short
     )
     assert found is not None, short
     assert int(found[1]) > 50
     assert float(found[2]) < 0.07
+    assert "of a step: longer rows or larger micro-batches" in notes(*asked), "compiled, packed rows are refused"
     small = notes("Qwen/Qwen3-0.6B", "--method", "qlora", "--max_length", "512", "--global_batch_size", "2")
     assert "of a step: longer rows or larger micro-batches" in small
     long = notes("meta-llama/Llama-3.1-8B", "--method", "lora", "--max_length", "8192")
