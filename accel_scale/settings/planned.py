@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from accel_scale.errors import ConfigError
-from accel_scale.facts.hardware import Machine
 from accel_scale.planning.cost.communication import step_collectives
 from accel_scale.planning.cost.memory import MemoryEstimate, predict_memory
-from accel_scale.planning.cost.timing import TimeEstimate, predict_time
+from accel_scale.planning.cost.timing import TimeEstimate, known_time
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.traced import facts_of_any
 from accel_scale.planning.models.training_setup import GenerationSetup, TrainingSetup
@@ -261,17 +260,7 @@ def planned_as(
 def predict(facts: ModelFacts, setup: TrainingSetup, target: Target, *, place: str = "--plan") -> RunPlan:
     """Predict memory and, if the card's speed is known, time."""
     memory = predict_memory(facts, setup, is_cuda=target.is_cuda)
-    return RunPlan(facts, setup, target, place, memory, planned_time(facts, setup, target.machine))
-
-
-def planned_time(facts: ModelFacts, setup: TrainingSetup, machine: Machine) -> TimeEstimate | None:
-    """The predicted time of a step; None if the speed of the card, a link or the network is not known."""
-    if machine.gpu.peak_flops is None:
-        return None
-    try:
-        return predict_time(facts, setup, machine)
-    except ConfigError:
-        return None
+    return RunPlan(facts, setup, target, place, memory, known_time(facts, setup, target.machine))
 
 
 def sizes_of_answers(setup: TrainingSetup, prompt: int, completion: int) -> AnswerSizes:

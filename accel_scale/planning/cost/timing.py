@@ -186,6 +186,18 @@ def predict_time(
     )
 
 
+def known_time(
+    facts: ModelFacts, setup: TrainingSetup, machine: Machine, *, document_length: float | None = None
+) -> TimeEstimate | None:
+    """As `predict_time`; None if the speed of the card, a link, the network or a drive is not known."""
+    if machine.gpu.peak_flops is None:
+        return None
+    try:
+        return predict_time(facts, setup, machine, document_length=document_length)
+    except ConfigError:
+        return None
+
+
 def optimizer_seconds(
     facts: ModelFacts, setup: TrainingSetup, machine: Machine, efficiency: Efficiency = EFFICIENCY
 ) -> float:

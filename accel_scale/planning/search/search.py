@@ -14,7 +14,7 @@ from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.optimizer_specs import LEAN_OPTIMIZERS
 from accel_scale.planning.cost.memory import MemoryEstimate, predict_memory
 from accel_scale.planning.cost.strategies import ParallelChoice, choices, conflict
-from accel_scale.planning.cost.timing import TimeEstimate, predict_time
+from accel_scale.planning.cost.timing import TimeEstimate, known_time, predict_time
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.search.model_parallel import families, sharing_conflict
 from accel_scale.planning.search.plan import Candidate, Plan, Rejection, Request
@@ -260,14 +260,8 @@ def problem_of(machine: Machine, setup: TrainingSetup, memory: MemoryEstimate) -
 
 
 def time_of(request: Request, setup: TrainingSetup) -> TimeEstimate | None:
-    """Predicted time; None if a speed is unknown."""
-    if request.machine.gpu.peak_flops is None:
-        return None
-    try:
-        return predict_time(request.model, setup, request.machine, document_length=request.document_length)
-    except ConfigError:
-        # A speed is unknown: the table shows it by a missing time.
-        return None
+    """Predicted time; None if a speed is unknown, which the table shows by a missing time."""
+    return known_time(request.model, setup, request.machine, document_length=request.document_length)
 
 
 def why_no_time(request: Request, setup: TrainingSetup) -> str | None:
