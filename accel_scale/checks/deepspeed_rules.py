@@ -218,7 +218,7 @@ def zero3_saving(case: Case) -> Finding | None:
 def reentrant_needed(case: Case) -> Finding | None:
     """ZeRO-3 with adapters needs reentrant checkpointing: without it, torch finds the weights partitioned again."""
     run = case.run
-    if not case.parallel.kind.partitions_weights or not run.trains_adapters or not case.checkpoints:
+    if not case.parallel.kind.needs_reentrant(adapters=run.trains_adapters) or not case.checkpoints:
         return None
     if run.checkpointing_policy is not None and kind_of(run.checkpointing_policy) in NOT_REENTRANT:
         return error(

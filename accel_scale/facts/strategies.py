@@ -94,9 +94,13 @@ class Strategy:
 
     @property
     def partitions_weights(self) -> bool:
-        """True if DeepSpeed partitions weights (ZeRO-3), gathering them around every module's forward. If weights are
-        frozen, only reentrant activation checkpointing works with that."""
+        """True if DeepSpeed partitions weights (ZeRO-3), gathering them around every module's forward."""
         return self.is_deepspeed and self.shards_weights
+
+    def needs_reentrant(self, *, adapters: bool) -> bool:
+        """True if activation checkpointing must be reentrant: ZeRO-3 partitions an adapter's frozen base again during
+        recomputation, where torch's other kind compares shapes with those of the forward pass."""
+        return self.partitions_weights and adapters
 
     @property
     def engine_label(self) -> str:

@@ -89,8 +89,7 @@ def prepare_model(
                 place="checkpointing_policy",
                 fix="use full, or a launch file that leaves weights whole, e.g. accelerate_configs/zero2.yaml.",
             )
-        # Only reentrant checkpointing works with frozen weights that ZeRO-3 has partitioned.
-        use_reentrant = strategy.partitions_weights and hasattr(model, "peft_config")
+        use_reentrant = strategy.needs_reentrant(adapters=hasattr(model, "peft_config"))
         apply_checkpointing(model, policy, use_reentrant=use_reentrant)
     return model
 

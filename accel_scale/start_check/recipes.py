@@ -83,8 +83,7 @@ def check_sft_start(
         attention_given=bool(model_args.attn_implementation),
         rows="packed" if packs else "padded",
         policy=settings.checkpointing,
-        # ZeRO-3 partitions an adapter's frozen base during recomputation; only reentrant checkpointing supports that.
-        use_reentrant=settings.use_reentrant or (adapter is not None and launched.partitions_weights),
+        use_reentrant=settings.use_reentrant or launched.needs_reentrant(adapters=adapter is not None),
         adapter=adapter,
         targets_given=bool(values.get("lora_target_modules")),
         trust_remote_code=bool(values.get("trust_remote_code")),
@@ -122,7 +121,7 @@ def check_pretrain_start(
         attention_given=bool(model_args.attn_implementation),
         rows="lanes" if isolate_documents else "stream",
         policy=settings.checkpointing,
-        use_reentrant=adapter is not None and strategy_named(settings.launch.strategy).partitions_weights,
+        use_reentrant=strategy_named(settings.launch.strategy).needs_reentrant(adapters=adapter is not None),
         adapter=adapter,
         targets_given="lora_target_modules" in settings.sources,
         trust_remote_code=model_args.trust_remote_code,

@@ -8,9 +8,11 @@ the same global batch.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,6 +118,13 @@ def results(name: str) -> dict[str, Result]:
         extra = EXACT_FLAGS.get(name, [])
         flags = {method: [*recipe_flags(method, Path(folder)), *extra] for method in METHODS}
         return run_launch(name, flags, Path(folder))
+
+
+def folder_until_exit(prefix: str) -> Path:
+    """A folder for results that several tests read, removed when this process ends."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -253,6 +254,9 @@ def main() -> None:
         found = run_case(case, Path(str(folder[0])) / str(case["name"]))
         if dist.get_rank() == 0:
             print(json.dumps(found), flush=True)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(str(folder[0]))
     leave_process_group()
 
 

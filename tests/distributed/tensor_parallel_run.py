@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 import tempfile
 from contextlib import nullcontext
@@ -316,6 +317,9 @@ def checkpoint_difference(model: Any, kind: str, mesh: Any) -> float:
     dist.broadcast_object_list(folder)
     dist_cp.save(model.state_dict(), checkpoint_id=folder[0])
     dist_cp.load(other.state_dict(), checkpoint_id=folder[0])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(str(folder[0]))
     found, expected = gather_state(other), gather_state(model)
     assert not plain_shapes(other) or kind == "gpt2"
     return max((float((found[name] - expected[name]).abs().max()) for name in expected), default=0.0)

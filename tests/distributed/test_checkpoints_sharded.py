@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +68,7 @@ class Run:
 def outcome(variant: str) -> tuple[Path, dict[str, Run]]:
     """One launch that makes all runs, on two, one and four ranks."""
     name, changes = VARIANTS[variant]
-    folder = Path(tempfile.mkdtemp(prefix="checkpoints-"))
+    folder = parity.folder_until_exit("checkpoints-")
 
     def run(label: str, num_processes: int, *argv: str) -> dict:
         return {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import tempfile
 from pathlib import Path
 
 import parity
@@ -34,7 +33,7 @@ CHOSEN = [pytest.param(name, marks=[pytest.mark.soak] if name in LONG else []) f
 def outcome(variant: str) -> tuple[Path, dict[str, dict]]:
     """One launch of `variant`: the folder of its runs, and the report of each method."""
     name, changes = VARIANTS[variant]
-    folder = Path(tempfile.mkdtemp(prefix="saving-"))
+    folder = parity.folder_until_exit("saving-")
     runs = [
         {
             "recipe": str(Path(__file__).with_name("saving_run.py")),

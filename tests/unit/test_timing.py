@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.hardware import Gpu, Machine, find_gpu
-from accel_scale.planning.cost.efficiency import EFFICIENCY
+from accel_scale.planning.cost.efficiency import EFFICIENCY, micro_batch_time
 from accel_scale.planning.cost.flops import (
     attention_flops,
     hardware_flops_per_token,
@@ -371,6 +371,23 @@ def test_kernels_of_a_layer_are_those_of_a_real_one() -> None:
     ):
         counted = kernels_of_layer(TrainingSetup(checkpointing="none", **changes))
         assert counted.equivalents == pytest.approx(expected, rel=0.07)
+
+
+def test_reentrant_checkpointing_costs_the_host_one_pass() -> None:
+    """Only ZeRO-3 with adapters needs it; its hooks around the layers are the same with and without adapters."""
+    seconds = {}
+    for method in ("full", "lora"):
+        for strategy in ("fsdp2", "zero3"):
+            for policy in ("none", "full"):
+                setup = TrainingSetup(
+                    method=method, checkpointing=policy, parallel=ParallelSetup(strategy=strategy, num_gpus=8)
+                )
+                seconds[method, strategy, policy] = micro_batch_time(llama(), setup, A100.gpu).launch_seconds
+    for method, strategy in (("full", "fsdp2"), ("full", "zero3"), ("lora", "fsdp2"), ("lora", "zero3")):
+        added = seconds[method, strategy, "full"] - seconds[method, strategy, "none"]
+        forward = seconds[method, "fsdp2", "none"] / 3
+        passes = 1 if (method, strategy) == ("lora", "zero3") else EFFICIENCY.checkpointed_passes
+        assert added == pytest.approx(passes * forward), (method, strategy)
 
 
 # Model, method, policy, rows, tokens, seconds of a step: benchmarks/results/gpu_check_h200.md.

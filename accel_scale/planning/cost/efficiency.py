@@ -231,4 +231,6 @@ def _host_passes(setup: TrainingSetup, efficiency: Efficiency) -> float:
     if setup.compile:
         return 3 + (1 if setup.checkpointing == "selective" else recomputed)
     added = efficiency.selective_passes if setup.checkpointing == "selective" else 0.0
-    return 3 + added + recomputed * efficiency.checkpointed_passes
+    # Reentrant checkpointing has no hooks: a recomputed layer costs one forward pass.
+    again = 1.0 if setup.needs_reentrant else efficiency.checkpointed_passes
+    return 3 + added + recomputed * again

@@ -82,6 +82,6 @@ def conflict(setup: TrainingSetup, model: ModelFacts | None = None) -> str | Non
     )
     if refusal is not None:
         return f"{optimizer} does not work there: {refusal[1].reason}"
-    if parallel.kind.partitions_weights and setup.trains_adapters and kind_of(setup.checkpointing) in NOT_REENTRANT:
+    if setup.needs_reentrant and kind_of(setup.checkpointing) in NOT_REENTRANT:
         return f"ZeRO-3 with adapters cannot recompute under {setup.checkpointing} checkpointing"
     return None

@@ -208,6 +208,11 @@ class TrainingSetup:
         return METHOD_FACTS[self.method].trains_adapters
 
     @property
+    def needs_reentrant(self) -> bool:
+        """True if only reentrant activation checkpointing works with the strategy and the method."""
+        return self.parallel.kind.needs_reentrant(adapters=self.trains_adapters)
+
+    @property
     def trains_all(self) -> bool:
         """True if every weight is trained."""
         return not self.trains_adapters
