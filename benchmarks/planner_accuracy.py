@@ -7,7 +7,8 @@ DeepSpeed.
 Rows of grade A and B (benchmarks/data/memory_measurements.json) are predicted as published; nothing is fitted to
 single rows. Errors are relative to the measured value. *Dangerous*: the planner's upper bound fits on some card of a
 usual size but the measured value does not. *Direction*: of two rows of one source whose measurements differ by more
-than 5 %, the planner predicts the same one to be larger.
+than 5 %, the planner predicts the same one to be larger. *Inside*: the measured value is in the interval, whose
+half-width is given as a share of the prediction.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Scored:
 
     row: PublishedRow
     predicted: float
-    upper: float
+    margin: float
     accelerate: float
     deepspeed: float
 
@@ -58,6 +59,16 @@ class Scored:
     def error(self) -> float:
         """Signed error relative to the measured value."""
         return self.predicted / self.row.measured_gib - 1
+
+    @property
+    def upper(self) -> float:
+        """Upper end of the interval."""
+        return self.predicted + self.margin
+
+    @property
+    def is_inside(self) -> bool:
+        """True if the measured value is in the interval."""
+        return abs(self.predicted - self.row.measured_gib) <= self.margin
 
     @property
     def is_dangerous(self) -> bool:
@@ -82,19 +93,21 @@ def score(rows: Sequence[dict[str, Any]]) -> tuple[list[Scored], list[str]]:
 
 
 def _scored(row: PublishedRow, estimate: MemoryEstimate) -> Scored:
-    beside = estimate.device_bytes - estimate.peak_bytes
     # Paged states are in managed memory, which torch's allocator does not count; those below 100,000 values, as an
     # adapter's, do not (bitsandbytes 0.50, `Optimizer2State.get_state_buffer`).
     is_paged = row.setup.optimizer.startswith("paged") and row.setup.trains_all
-    paged = estimate.states.optimizer_bytes if is_paged else 0.0
-    reserved = estimate.reserved_bytes - paged
+    shift = -estimate.states.optimizer_bytes if is_paged else 0.0
+    if row.has_old_adamw:
+        (update,) = (phase for phase in estimate.phases if phase.name == "optimizer step")
+        shift += max(0.0, update.total_bytes + estimate.states.update_bytes - estimate.peak_bytes)
     values = {
-        "allocated": (estimate.peak_bytes - paged, estimate.high_bytes - beside - paged),
-        "reserved": (reserved, estimate.high_bytes - estimate.device_bytes + reserved),
-        "device": (estimate.device_bytes, estimate.high_bytes),
+        "allocated": estimate.peak_bytes,
+        "reserved": estimate.reserved_bytes,
+        "device": estimate.device_bytes,
     }
-    predicted, upper = values[row.metric]
-    return Scored(row, predicted / GIB, upper / GIB, accelerate_gib(row), deepspeed_gib(row))
+    margin = estimate.high_bytes - estimate.device_bytes
+    predicted = values[row.metric] + shift * (not (is_paged and row.metric == "device"))
+    return Scored(row, predicted / GIB, margin / GIB, accelerate_gib(row), deepspeed_gib(row))
 
 
 def accelerate_gib(row: PublishedRow) -> float:
@@ -145,6 +158,8 @@ def summary(rows: Sequence[Scored]) -> dict[str, Any]:
         "p90_error": round(errors[min(len(errors) - 1, int(0.9 * len(errors)))], 4),
         "bias": round(statistics.median(row.error for row in rows), 4),
         "direction": None if (value := direction(rows)) is None else round(value, 4),
+        "inside": round(sum(row.is_inside for row in rows) / len(rows), 4),
+        "half_width": round(statistics.median(row.margin / row.predicted for row in rows), 4),
         "dangerous": round(sum(row.is_dangerous for row in rows) / len(rows), 4),
         **{f"{name}_median_error": round(value, 4) for name, value in others.items()},
     }
@@ -192,9 +207,10 @@ def markdown(board: dict[str, Any]) -> str:
     ]
     for key, title in (("hf", "Hugging Face stacks"), ("other", "Other training loops")):
         lines += ["", f"## {title}", ""]
-        heads = ("source", "rows", "median error", "90th percentile", "bias", "direction", "dangerous")
+        heads = ("source", "rows", "median error", "90th percentile", "bias", "direction", "inside", "half-width")
+        heads += ("dangerous",)
         heads += ("`accelerate estimate-memory`", "DeepSpeed's estimator")
-        lines += [f"| {' | '.join(heads)} |", "|---|---:|---:|---:|---:|---:|---:|---:|---:|"]
+        lines += [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
         lines += [_line(source, figures) for source, figures in board[key].items()]
         if key == "hf":
             lines.append(_line("**all of them**", board["all_hf"]))
@@ -214,6 +230,7 @@ def markdown(board: dict[str, Any]) -> str:
 def _line(source: str, f: dict[str, Any]) -> str:
     ordered = "–" if f["direction"] is None else f"{f['direction']:.0%}"
     cells = [source, str(f["rows"]), f"{f['median_error']:.1%}", f"{f['p90_error']:.1%}", f"{f['bias']:+.1%}", ordered]
+    cells += [f"{f['inside']:.0%}", f"{f['half_width']:.1%}"]
     cells += [f"{f['dangerous']:.1%}", f"{f['accelerate_median_error']:.0%}", f"{f['deepspeed_median_error']:.0%}"]
     return f"| {' | '.join(cells)} |"
 

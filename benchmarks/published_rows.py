@@ -42,6 +42,12 @@ class PublishedRow:
     setup: TrainingSetup
     row: dict[str, Any]
 
+    @property
+    def has_old_adamw(self) -> bool:
+        """True for PyTorch 2.0's AdamW, which makes the denominator out of place: a second copy during the step."""
+        is_torchs = self.setup.optimizer == "adamw_torch" and not self.setup.parallel.is_deepspeed
+        return is_torchs and self.stack == "HF Trainer (Qwen finetune.py)"
+
 
 def load_rows(path: Path = MEASUREMENTS) -> list[dict[str, Any]]:
     """All rows, graded or not."""

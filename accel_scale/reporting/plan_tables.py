@@ -198,6 +198,12 @@ def time_notes(plan: Plan) -> list[str]:
         said.append("sync: with --sync_each_batch true, which reduces the gradients of every micro-batch.")
     if best is not None and best.setup.checkpointing == "offload":
         said.append(f"{format_bytes(best.memory.host_bytes)} of host memory for each GPU, for the layers' inputs.")
+    if best is not None and best.memory.hoarded_bytes:
+        size = format_bytes(best.memory.hoarded_bytes)
+        said.append(
+            f"rows differ in length, so torch's allocator keeps {size} of little use; it gives them back when the "
+            "card is full, and keeps none with PYTORCH_ALLOC_CONF=expandable_segments:True."
+        )
     if best is not None and (late := _late_host(plan.request, best)) is not None:
         said.append(late)
     for reason in reasons:

@@ -111,7 +111,7 @@ class RunPlan:
         if texts:
             return f"{', or '.join(texts)}."
         first = self._change_text(_BATCH_FLAG, smallest) + f" --checkpointing_policy {policy}"
-        high = predict_memory(self.facts, smallest, is_cuda=self.target.is_cuda).high_bytes
+        high = memory_on(self.target, self.facts, smallest).high_bytes
         if high <= self.limit_bytes:
             return f"{first} ({format_bytes(high)})."
         texts = self._changes(smallest)
@@ -125,7 +125,7 @@ class RunPlan:
         request = Request(self.facts, machine, methods=(setup.method,), is_cuda=is_cuda, recipe=recipe)
         texts = []
         for flag, changed in cheapest_changes(request, setup):
-            memory = predict_memory(self.facts, changed, is_cuda=is_cuda)
+            memory = memory_on(self.target, self.facts, changed)
             texts.append(f"{self._change_text(flag, changed)} ({format_bytes(memory.high_bytes)})")
         return texts
 
@@ -259,8 +259,13 @@ def planned_as(
 
 def predict(facts: ModelFacts, setup: TrainingSetup, target: Target, *, place: str = "--plan") -> RunPlan:
     """Predict memory and, if the card's speed is known, time."""
-    memory = predict_memory(facts, setup, is_cuda=target.is_cuda)
+    memory = memory_on(target, facts, setup)
     return RunPlan(facts, setup, target, place, memory, known_time(facts, setup, target.machine))
+
+
+def memory_on(target: Target, facts: ModelFacts, setup: TrainingSetup) -> MemoryEstimate:
+    """Predicted memory on the target's card."""
+    return predict_memory(facts, setup, is_cuda=target.is_cuda, limit_bytes=target.machine.gpu.memory_bytes)
 
 
 def sizes_of_answers(setup: TrainingSetup, prompt: int, completion: int) -> AnswerSizes:
@@ -274,7 +279,7 @@ def memory_terms(memory: MemoryEstimate) -> tuple[tuple[str, float], ...]:
     """The parts of the card's memory in use at the peak, including the allocator's and CUDA's own."""
     return (
         *memory.peak_phase.terms,
-        ("room lost between blocks", memory.reserved_bytes - memory.peak_bytes),
+        ("room lost between blocks", memory.reserved_bytes - memory.hoarded_bytes - memory.peak_bytes),
         ("CUDA's and NCCL's own", memory.device_bytes - memory.reserved_bytes),
     )
 

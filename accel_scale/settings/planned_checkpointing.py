@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 from accel_scale.errors import ConfigError
 from accel_scale.facts.names import AUTO_POLICIES
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
-from accel_scale.planning.cost.memory import predict_memory
 from accel_scale.planning.cost.strategies import conflict
 from accel_scale.planning.cost.timing import known_time
 from accel_scale.planning.search.model_parallel import sharing_conflict
 from accel_scale.planning.search.search import problem_of
-from accel_scale.settings.planned import RunPlan, mode_of, planned_as
+from accel_scale.settings.planned import RunPlan, memory_on, mode_of, planned_as
 from accel_scale.settings.planned_setup import SharedModel, recipe_value, target_of
 from accel_scale.training.checkpoints.going_on import chosen_before
 
@@ -128,7 +127,7 @@ def _with_policy(plan: RunPlan, policy: str) -> RunPlan | None:
     setup, machine = replace(plan.setup, checkpointing=policy), plan.target.machine
     if conflict(setup, plan.facts) or sharing_conflict(setup, plan.facts):
         return None
-    memory = predict_memory(plan.facts, setup, is_cuda=plan.target.is_cuda)
+    memory = memory_on(plan.target, plan.facts, setup)
     if problem_of(machine, setup, memory) is not None:
         return None
     return replace(plan, setup=setup, memory=memory, time=known_time(plan.facts, setup, machine))

@@ -20,7 +20,6 @@ from accel_scale.modeling.adapter_targets import exclusion, untrainable_linears
 from accel_scale.optimization.fast_loss import head_transform
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import TrainingSetup, period_of
-from accel_scale.planning.tape.tables import is_padded
 from accel_scale.tracing.cuda_kernels import CudaKernels, recomputing_in_kernels
 from accel_scale.tracing.facts import expert_count
 from accel_scale.tracing.head_operations import HeadOperations
@@ -96,7 +95,7 @@ class FakeStep:
 
     def _recorder(self) -> Recorder:
         return Recorder(
-            adds_in_place=not self.is_tracked, is_padded=is_padded(self.setup), num_experts=self.num_experts
+            adds_in_place=not self.is_tracked, is_padded=self.setup.is_padded, num_experts=self.num_experts
         )
 
     def _prepare(self, setup: TrainingSetup) -> None:
@@ -132,7 +131,7 @@ class FakeStep:
             stack.enter_context(plain_masks())
             stack.enter_context(self.mode)
             inputs = {"input_ids": torch.zeros(rows, length, dtype=torch.long)}
-            if is_padded(setup):
+            if setup.is_padded:
                 inputs["attention_mask"] = torch.ones(rows, length, dtype=torch.long)
             stack.enter_context(watched(recorder, layers))
             if self.is_cuda:

@@ -252,8 +252,11 @@ def test_on_the_processor_nothing_is_added_to_tensors() -> None:
     setup = TrainingSetup(checkpointing="none", sequence_length=256)
     card, processor = (predict_memory(LLAMA, setup, is_cuda=is_cuda) for is_cuda in (True, False))
     assert processor.device_bytes == processor.reserved_bytes == processor.peak_bytes
-    assert processor.high_bytes == pytest.approx(1.12 * processor.peak_bytes)
-    assert processor.low_bytes == pytest.approx(0.88 * processor.peak_bytes)
+    parts = dict(processor.peak_phase.terms)
+    states = sum(parts.get(name, 0.0) for name in ("weights", "optimizer states", "gradients"))
+    margin = 0.045 * states + 0.22 * (processor.peak_bytes - states)
+    assert processor.high_bytes == pytest.approx(processor.peak_bytes + margin)
+    assert processor.low_bytes == pytest.approx(processor.peak_bytes - margin)
     assert card.device_bytes > card.reserved_bytes > card.peak_bytes
     watched = predict_memory(LLAMA, setup, is_cuda=False, is_tracked=True)
     # The tied head's and embedding's gradients are added out of place, which takes one more fp32 copy.

@@ -100,7 +100,7 @@ def test_nothing_fits_names_the_nearest_miss_and_what_would_help(capsys):
 
 @pytest.mark.slow
 def test_more_gpus_are_named_where_no_single_change_is_enough(capsys):
-    words = ("Llama-3.1-405B", "--gpu", "4090", "--num_gpus", "8", "--strategy", "DDP", "--host_memory", "64GiB")
+    words = ("Llama-3.1-405B", "--gpu", "L40S", "--num_gpus", "8", "--strategy", "DDP", "--host_memory", "64GiB")
     status, out, _ = plan(*words, "--method", "lora", "--global_batch_size", "1024", capsys=capsys)
     assert status == 1
     more = re.search(r"would fit: --num_gpus (\d+) \((FSDP2|ZeRO-)", out)

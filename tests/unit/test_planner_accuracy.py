@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from pathlib import Path
 
@@ -40,9 +41,24 @@ def test_hugging_face_stacks_are_predicted_well(boards):
     for source, figures in now["hf"].items():
         assert figures["median_error"] <= 0.10, source
     assert now["all_hf"]["dangerous"] <= 0.03
+    assert now["all_hf"]["inside"] >= 0.9
     # Better than the estimators of those stacks do on the same rows.
     assert now["all_hf"]["median_error"] < now["all_hf"]["accelerate_median_error"] / 3
     assert now["all_hf"]["median_error"] < now["all_hf"]["deepspeed_median_error"] / 3
+
+
+def test_intervals_are_half_as_wide_where_states_rule():
+    import planner_accuracy
+
+    scored, _ = planner_accuracy.score(planner_accuracy.load_rows())
+    widths: dict[bool, list[float]] = {True: [], False: []}
+    for item in scored:
+        if item.row.stack in planner_accuracy.HF_STACKS:
+            estimate = planner_accuracy.predict_memory(item.row.model, item.row.setup)
+            states = estimate.states.weight_bytes + estimate.states.optimizer_bytes + estimate.states.gradient_bytes
+            widths[states > 0.8 * estimate.device_bytes].append(item.margin / item.predicted)
+    assert min(len(found) for found in widths.values()) >= 20
+    assert statistics.mean(widths[True]) < 0.55 * statistics.mean(widths[False])
 
 
 def test_the_page_is_the_scoreboard(boards):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from accel_scale.planning.cost.generation import generation_bytes
-from accel_scale.planning.cost.overheads import MARGIN_SHARE, Overhead, gpu_overhead
+from accel_scale.planning.cost.overheads import beside_tensors, gpu_overhead, hoarded_share
 from accel_scale.planning.cost.rank_share import RankShare, rank_shares
 from accel_scale.planning.cost.sharding import StateBytes, state_bytes
 from accel_scale.planning.cost.transfers import Transfers, replicates_by_unit, transfers
@@ -16,6 +16,13 @@ from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSe
 from accel_scale.planning.tape.activations import StepBytes
 from accel_scale.planning.traced.forward import forward_bytes
 from accel_scale.planning.traced.steps import step_bytes
+
+_LOSS_PHASE = "forward and loss"
+# Terms of a phase whose size follows from the settings alone.
+_STATES = frozenset((
+    "weights", "master weights", "optimizer states", "gradients", "update", "pipeline buffers", "key-value cache",
+    "vLLM's share", "rest of the base, before it is sharded",
+))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,9 @@ class MemoryEstimate:
         phases: Load, forward and loss, backward, optimizer step.
         states: Weights, gradients and optimizer states, on the card and on the host.
         step: Memory peaks of the activations.
-        reserved_bytes: Memory held by torch's allocator at the peak: allocated, or lost between blocks.
+        reserved_bytes: Memory held by torch's allocator at the peak: allocated, lost between blocks, or hoarded.
+        hoarded_bytes: Of these, blocks kept from rows of other lengths. The allocator gives them back when the card
+            is full, so they never decide whether a setting fits.
         device_bytes: Memory that the card shows as used: reserved, the CUDA context and NCCL's buffers.
         host_bytes: Host memory of one rank at the peak of loading or training.
         low_bytes: Lower end of the interval around `device_bytes`.
@@ -50,6 +59,7 @@ class MemoryEstimate:
     states: StateBytes
     step: StepBytes
     reserved_bytes: float
+    hoarded_bytes: float
     device_bytes: float
     host_bytes: float
     low_bytes: float
@@ -70,6 +80,7 @@ class MemoryEstimate:
         return {
             "allocated_bytes": round(self.peak_bytes),
             "reserved_bytes": round(self.reserved_bytes),
+            "hoarded_bytes": round(self.hoarded_bytes),
             "device_bytes": round(self.device_bytes),
             "low_bytes": round(self.low_bytes),
             "high_bytes": round(self.high_bytes),
@@ -80,7 +91,12 @@ class MemoryEstimate:
 
 
 def predict_memory(
-    model: ModelFacts, setup: TrainingSetup, *, is_cuda: bool = True, is_tracked: bool = False
+    model: ModelFacts,
+    setup: TrainingSetup,
+    *,
+    is_cuda: bool = True,
+    is_tracked: bool = False,
+    limit_bytes: float | None = None,
 ) -> MemoryEstimate:
     """Peak memory of the rank that needs the most.
 
@@ -89,12 +105,13 @@ def predict_memory(
         setup: How it is trained.
         is_cuda: Whether the kernels are CUDA's.
         is_tracked: Whether a memory tracker is active (see `step_bytes`).
+        limit_bytes: Memory of the card, which bounds what the allocator hoards; None: the card is large enough.
 
     Raises:
         ConfigError: for a model, optimizer or policy that is not modelled.
     """
     shares = rank_shares(model, setup)
-    estimates = [_of_rank(share, setup, is_cuda=is_cuda, is_tracked=is_tracked) for share in shares]
+    estimates = [_of_rank(share, setup, is_cuda, is_tracked, limit_bytes) for share in shares]
     fullest = max(estimates, key=lambda estimate: estimate.high_bytes)
     if not setup.parallel.is_divided:
         return fullest
@@ -102,7 +119,9 @@ def predict_memory(
     return replace(fullest, host_bytes=max(fullest.host_bytes, model.num_params * setup.trained_bytes))
 
 
-def _of_rank(share: RankShare, setup: TrainingSetup, *, is_cuda: bool, is_tracked: bool) -> MemoryEstimate:
+def _of_rank(
+    share: RankShare, setup: TrainingSetup, is_cuda: bool, is_tracked: bool, limit_bytes: float | None
+) -> MemoryEstimate:
     seen = _forward_setup(setup)
     states = state_bytes(share.facts, setup)
     step = step_bytes(share.facts, seen, is_cuda=is_cuda, is_tracked=is_tracked)
@@ -115,12 +134,19 @@ def _of_rank(share: RankShare, setup: TrainingSetup, *, is_cuda: bool, is_tracke
         share.facts, setup, states, step, is_cuda=is_cuda
     )
     phases = tuple(_beside_vllm(phase, setup) for phase in phases)
-    overhead = gpu_overhead(setup, is_cuda=is_cuda)
-    peak = max(phase.total_bytes for phase in phases)
-    reserved, device, low, high = _interval(peak, step, overhead)
+    fullest = max(phases, key=lambda phase: phase.total_bytes)
+    beside = beside_tensors(
+        peak=fullest.total_bytes,
+        states=sum(value for name, value in fullest.terms if name in _STATES),
+        with_loss=next(phase for phase in phases if phase.name == _LOSS_PHASE).total_bytes,
+        step=step,
+        overhead=gpu_overhead(setup, is_cuda=is_cuda),
+        share=hoarded_share(setup, share.facts.vocab_size, is_cuda=is_cuda),
+        limit_bytes=limit_bytes,
+    )
     inputs, stays = _offloaded_bytes(share.facts, seen, is_cuda=is_cuda), setup.parallel.offloads
     host = max(states.host_bytes, inputs + states.host_bytes * stays)
-    return MemoryEstimate(phases, states, step, reserved, device, host, low, high)
+    return MemoryEstimate(phases, states, step, host_bytes=host, **beside)
 
 
 def _offloaded_bytes(model: ModelFacts, setup: TrainingSetup, *, is_cuda: bool) -> float:
@@ -174,7 +200,7 @@ def _phases(
         from_earlier = max(0.0, from_earlier - step.saved_bytes / setup.accumulation)
     gathered, buckets = ("gathered weights", moved.gathered_bytes), ("communication buckets", moved.bucket_bytes)
     forward = Phase(
-        "forward and loss",
+        _LOSS_PHASE,
         (
             *resident,
             ("gradients", from_earlier),
@@ -275,12 +301,3 @@ def _generation_setup(setup: TrainingSetup) -> TrainingSetup:
     return replace(
         seen, precision="bf16_true", weight_dtype=weights[seen.trained_bytes], frozen_dtype=weights[seen.frozen_bytes]
     )
-
-
-def _interval(peak: float, step: StepBytes, overhead: Overhead) -> tuple[float, float, float, float]:
-    """(reserved, device, low, high): adds blocks that cannot be reused, the context, and the margin of error."""
-    churn = step.peak_bytes - step.saved_bytes + 0.25 * step.saved_bytes
-    reserved = peak + overhead.fragmentation_share * max(0.0, churn) + overhead.fragmentation_bytes
-    device = reserved + overhead.context_bytes + overhead.communication_bytes
-    margin = MARGIN_SHARE * device
-    return reserved, device, device - margin, device + margin

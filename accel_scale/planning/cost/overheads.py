@@ -1,16 +1,25 @@
-"""Memory outside tensors: fragmentation of the allocator, CUDA's context, NCCL's buffers."""
+"""Memory outside tensors: what the allocator holds back, CUDA's context, NCCL's buffers; and how sure each part is."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 from accel_scale.planning.models.training_setup import TrainingSetup
+from accel_scale.planning.tape.activations import StepBytes
 
 _GIB = 2**30
 
-# Half the width of the interval around a prediction, as a share of it: the spread of published measurements of one
-# configuration between versions of a stack, see docs/planner_accuracy.md.
-MARGIN_SHARE = 0.12
+# Half the width of the interval around a prediction, as shares of its parts: weights, gradients and states, everything
+# else in tensors, what the allocator holds back, context and NCCL. 71 of 78 published measurements of Hugging Face
+# stacks lie inside (docs/planner_accuracy.md); where states are most of the memory, it is half as wide as elsewhere.
+STATES_MARGIN, ACTIVATIONS_MARGIN, ALLOCATOR_MARGIN, CONTEXT_MARGIN = 0.045, 0.22, 0.5, 0.3
+
+# What the allocator holds if micro-batches differ in length, beyond the tensors at the end of the forward pass and as
+# a multiple of what head and loss allocate: a longer row's logits fit none of the blocks kept from shorter ones.
+# Chunks of logits have one size, unless one holds all of a row's. benchmarks/allocator_lengths.py: 2.2 to 3.3 and 0.6
+# to 1.1 for large vocabularies; measured 1.1 to 2.4.
+_HOARDED_SHARE, _HOARDED_IN_CHUNKS = 2.0, 0.8
 
 
 @dataclass(frozen=True)
@@ -36,3 +45,67 @@ def gpu_overhead(setup: TrainingSetup, *, is_cuda: bool = True) -> Overhead:
         return Overhead(0.0, 0.0, 0.0, 0.0)
     communication = 1.0 * _GIB if setup.parallel.num_gpus > 1 else 0.0
     return Overhead(0.7 * _GIB, communication, 0.1, 0.6 * _GIB)
+
+
+def hoarded_share(setup: TrainingSetup, vocab_size: int, *, is_cuda: bool = True) -> float:
+    """What the allocator holds of head and loss, as a multiple of their bytes; 0 if micro-batches have one length."""
+    if not (is_cuda and setup.is_padded):
+        return 0.0
+    logits = setup.micro_batch_size * setup.sequence_length * vocab_size
+    is_whole = setup.loss in ("full", "chunked_logits") or (setup.loss == "chunked" and logits <= setup.chunk_logits)
+    return _HOARDED_SHARE if is_whole else _HOARDED_IN_CHUNKS
+
+
+class BesideTensors(TypedDict):
+    """The fields of `MemoryEstimate` that go beyond tensors."""
+
+    reserved_bytes: float
+    hoarded_bytes: float
+    device_bytes: float
+    low_bytes: float
+    high_bytes: float
+
+
+def beside_tensors(
+    *,
+    peak: float,
+    states: float,
+    with_loss: float,
+    step: StepBytes,
+    overhead: Overhead,
+    share: float,
+    limit_bytes: float | None,
+) -> BesideTensors:
+    """Blocks that cannot be reused or are hoarded, the context, and the interval around all of it.
+
+    Args:
+        peak: Bytes in tensors at the peak.
+        states: Of these, bytes whose size follows from the settings alone.
+        with_loss: Bytes in tensors at the end of the forward pass.
+        step: Memory peaks of the activations.
+        overhead: Of the rank.
+        share: `hoarded_share`.
+        limit_bytes: Memory of the card; None: large enough.
+    """
+    churn = step.peak_bytes - step.saved_bytes + 0.25 * step.saved_bytes
+    lost = overhead.fragmentation_share * max(0.0, churn) + overhead.fragmentation_bytes
+    context = overhead.context_bytes + overhead.communication_bytes
+    needed = peak + lost + context
+    margin = STATES_MARGIN * states + ACTIVATIONS_MARGIN * (peak - states)
+    margin += ALLOCATOR_MARGIN * lost + CONTEXT_MARGIN * context
+    hoarded = 0.0
+    if share:
+        # Other phases fill hoarded blocks before they ask for more.
+        blocks = max(0.0, step.loss_bytes - step.forward_bytes)
+        hoarded = max(0.0, with_loss + share * blocks - peak - lost)
+        if limit_bytes is not None:
+            hoarded = min(hoarded, max(0.0, limit_bytes - needed - margin) / (1 + ALLOCATOR_MARGIN))
+    margin += ALLOCATOR_MARGIN * hoarded
+    device = needed + hoarded
+    return {
+        "reserved_bytes": device - context,
+        "hoarded_bytes": hoarded,
+        "device_bytes": device,
+        "low_bytes": device - margin,
+        "high_bytes": device + margin,
+    }

@@ -203,6 +203,11 @@ class TrainingSetup:
         return has_reference + self.kl_rows * (1 + has_reference)
 
     @property
+    def is_padded(self) -> bool:
+        """True if rows differ in length."""
+        return not self.packing and self.mean_length is not None and self.mean_length < self.sequence_length
+
+    @property
     def trains_adapters(self) -> bool:
         """True if adapters are trained on a frozen base."""
         return METHOD_FACTS[self.method].trains_adapters

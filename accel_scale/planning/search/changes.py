@@ -7,10 +7,9 @@ from dataclasses import replace
 from accel_scale.facts import hardware
 from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.optimizer_specs import LEAN_OPTIMIZERS
-from accel_scale.planning.cost.memory import predict_memory
 from accel_scale.planning.cost.strategies import choices
 from accel_scale.planning.models.training_setup import TrainingSetup
-from accel_scale.planning.search.search import Request, problem_of, time_of, why_not
+from accel_scale.planning.search.search import Request, memory_of, problem_of, time_of, why_not
 
 _ADAPTER_METHODS = tuple(name for name, facts in METHOD_FACTS.items() if facts.trains_adapters)
 
@@ -37,7 +36,7 @@ def cheapest_changes(request: Request, setup: TrainingSetup, count: int = 3) -> 
         for changed in setups:
             if changed == setup or why_not(changed, request) is not None:
                 continue
-            memory = predict_memory(request.model, changed, is_cuda=request.is_cuda)
+            memory = memory_of(request, changed)
             if problem_of(request.machine, changed, memory) is None:
                 time = time_of(request, changed)
                 fitting.append((time.step_seconds if time else 0.0, len(fitting), flag, changed))

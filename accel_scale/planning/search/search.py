@@ -153,7 +153,7 @@ def _fastest(request: Request, choice: ParallelChoice, method: str) -> tuple[Can
             if (why := why_not(setup, request)) is not None:
                 rejection = rejection if rejection.memory else replace(rejection, reason=f"{why}.")
                 break
-            memory = predict_memory(request.model, setup, is_cuda=request.is_cuda)
+            memory = memory_of(request, setup)
             if (problem := problem_of(request.machine, setup, memory)) is not None:
                 if rejection.memory is None or memory.high_bytes < rejection.memory.high_bytes:
                     rejection = Rejection(choice.label, method, problem, setup, memory)
@@ -257,6 +257,12 @@ def problem_of(machine: Machine, setup: TrainingSetup, memory: MemoryEstimate) -
     if machine.host_memory_bytes is not None and host > machine.host_memory_bytes:
         return f"{format_bytes(host)} of host memory > {format_bytes(machine.host_memory_bytes)}"
     return None
+
+
+def memory_of(request: Request, setup: TrainingSetup) -> MemoryEstimate:
+    """Predicted memory on the request's card."""
+    limit = request.machine.gpu.memory_bytes
+    return predict_memory(request.model, setup, is_cuda=request.is_cuda, limit_bytes=limit)
 
 
 def time_of(request: Request, setup: TrainingSetup) -> TimeEstimate | None:

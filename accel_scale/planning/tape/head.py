@@ -9,7 +9,6 @@ from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.tape.families import Family
 from accel_scale.planning.tape.ops import FP32, Ops
-from accel_scale.planning.tape.tables import is_padded
 from accel_scale.planning.tape.tensors import Parameter, Tensor
 
 # Number of chunks in torchtune's loss.
@@ -108,7 +107,7 @@ class Head:
         states = total - total / setup.sequence_length
         block = ops.new(states, itemsize) if setup.micro_batch_size > 1 else x.view(states)
         block = ops.tape.record(block, [x], [], lambda grad: [ops.new(total, itemsize)])
-        if not is_padded(setup):
+        if not setup.is_padded:
             return block
         # Tokens without a label are left out.
         labelled = states * ((setup.mean_length or 0) - 1) / (setup.sequence_length - 1)

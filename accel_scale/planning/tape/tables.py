@@ -53,11 +53,6 @@ def make_tables(ops: Ops, model: ModelFacts, family: Family, setup: TrainingSetu
     return tables
 
 
-def is_padded(setup: TrainingSetup) -> bool:
-    """True if rows of a batch differ in length."""
-    return not setup.packing and setup.mean_length is not None and setup.mean_length < setup.sequence_length
-
-
 def make_mask(
     ops: Ops, model: ModelFacts, family: Family, setup: TrainingSetup, window: int | None, hidden_bytes: int
 ) -> Tensor | None:
@@ -69,7 +64,7 @@ def make_mask(
     if setup.attention == "eager":
         return ops.new(square * rows, hidden_bytes)
     slides = window is not None and window <= setup.sequence_length
-    if setup.attention == "sdpa" and not setup.packing and (slides or is_padded(setup) or family.always_masks):
+    if setup.attention == "sdpa" and not setup.packing and (slides or setup.is_padded or family.always_masks):
         # Without padding, all rows share one mask.
-        return ops.new(square * (rows if is_padded(setup) else 1), 1).view(square * rows)
+        return ops.new(square * (rows if setup.is_padded else 1), 1).view(square * rows)
     return None

@@ -17,7 +17,6 @@ from accel_scale.planning.tape.families import FAMILIES
 from accel_scale.planning.tape.head import Head, logits_loss, scores_loss
 from accel_scale.planning.tape.linears import Weights
 from accel_scale.planning.tape.ops import Ops
-from accel_scale.planning.tape.tables import is_padded
 from accel_scale.planning.tape.tape import Tape
 from accel_scale.planning.tape.tensors import Parameter, Tensor
 from accel_scale.planning.traced.polynomials import value_of
@@ -162,7 +161,7 @@ def _key(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: boo
     parts: list[object] = [setup.checkpointing if setup.checkpointing != "offload" else "full", is_tracked]
     parts += [setup.trained_bytes, setup.frozen_bytes if setup.trains_adapters else 0]
     parts += [setup.compute_bytes if setup.autocast else 0, is_cuda and setup.autocast]
-    parts += [setup.attention == "eager", is_padded(setup), model.num_scores > 0]
+    parts += [setup.attention == "eager", setup.is_padded, model.num_scores > 0]
     parts += [sum(setup.sequence_length > window for window in windows_of(model.traced_config))]
     if setup.trains_adapters:
         lora = setup.lora

@@ -1,0 +1,254 @@
+"""What torch's CUDA allocator keeps from rows of other lengths: its rules, played over the tensors of training steps.
+
+    python benchmarks/allocator_lengths.py          # five minutes; writes benchmarks/results/allocator_lengths.md
+
+The planner's tape allocates and frees what a step does; here `CachingAllocator` serves it, with the rules of
+c10/cuda/CUDACachingAllocator.cpp (torch 2.13, fixed segments). *share* is what it reserves beyond the tensors at the
+end of the forward pass, as a multiple of what head and loss allocate; `hoarded_share` in
+accel_scale/planning/cost/overheads.py predicts it. The second table holds that to 15 measurements of ms-swift, whose
+rows differ in length (docs/source_en/LLM/Benchmark.md of modelscope/ms-swift, `max_memory_reserved` on an A100).
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import math
+import random
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+from accel_scale.planning.cost.memory import predict_memory
+from accel_scale.planning.models.catalogue import load_model_facts
+from accel_scale.planning.models.model_facts import ModelFacts
+from accel_scale.planning.models.training_setup import LoraSetup, TrainingSetup
+from accel_scale.planning.tape.activations import ShadowModel, step_bytes
+from accel_scale.planning.tape.ops import Ops
+from accel_scale.planning.tape.tape import Tape
+from accel_scale.planning.tape.tensors import Meter, Storage
+
+RESULTS = Path(__file__).resolve().parent / "results" / "allocator_lengths.md"
+MIB, GIB = 2**20, 2**30
+MODELS = ("Qwen/Qwen2.5-7B", "meta-llama/Llama-3.1-8B", "mistralai/Mistral-7B-v0.1")
+LAYERS, MICRO_BATCHES, SEEDS = 4, 200, 3
+# Model, then GiB at rows of at most 512, 1024, 2048, 4096 and 8192 tokens.
+SWIFT = {
+    "Qwen/Qwen-1_8B": (6.99, 10.71, 16.35, 23.80, 37.03),
+    "Qwen/Qwen-7B": (18.01, 21.73, 27.74, 35.31, 48.41),
+    "Qwen/Qwen-14B": (30.14, 34.43, 40.14, 47.95, 60.74),
+}
+
+
+class Block:
+    """A part of a segment, in a list with its neighbours."""
+
+    __slots__ = ("address", "following", "is_small", "is_used", "preceding", "size")
+
+    def __init__(self, address: int, size: int, is_small: bool) -> None:
+        self.address, self.size, self.is_small, self.is_used = address, size, is_small, False
+        self.preceding: Block | None = None
+        self.following: Block | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Free blocks are sorted by size, then address."""
+        return self.size, self.address
+
+
+class CachingAllocator:
+    """Torch's allocator: the smallest free block that is large enough, split if much is left, merged when freed.
+
+    Attributes:
+        reserved: Bytes of all segments.
+        allocated: Bytes of blocks in use.
+        peak_allocated: Their highest sum.
+    """
+
+    def __init__(self) -> None:
+        self.reserved = self.allocated = self.peak_allocated = 0
+        self._free: dict[bool, list[Block]] = {True: [], False: []}
+        self._next_address = 0
+
+    def allocate(self, num_bytes: float) -> Block:
+        """A block of at least `num_bytes`; a new segment if no free block is large enough."""
+        size = max(512, -(-int(num_bytes) // 512) * 512)
+        is_small = size <= MIB
+        pool = self._free[is_small]
+        at = bisect.bisect_left(pool, (size, -1), key=lambda block: block.order)
+        block = pool.pop(at) if at < len(pool) else self._new_segment(size, is_small)
+        rest = block.size - size
+        if rest >= 512 if is_small else rest > MIB:
+            other = Block(block.address + size, rest, is_small)
+            other.preceding, other.following, block.size = block, block.following, size
+            if block.following is not None:
+                block.following.preceding = other
+            block.following = other
+            self._keep(other)
+        block.is_used = True
+        self.allocated += block.size
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Free a block, and merge it with free neighbours."""
+        block.is_used = False
+        self.allocated -= block.size
+        for first, second in ((block, block.following), (block.preceding, block)):
+            if first is None or second is None or first.is_used or second.is_used:
+                continue
+            self._forget(second if second is not block else first)
+            first.size, first.following = first.size + second.size, second.following
+            if second.following is not None:
+                second.following.preceding = first
+            block = first
+        self._keep(block)
+
+    def _new_segment(self, size: int, is_small: bool) -> Block:
+        if is_small:
+            amount = 2 * MIB
+        else:
+            amount = 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+        self.reserved += amount
+        block = Block(self._next_address, amount, is_small)
+        self._next_address += amount + MIB
+        return block
+
+    def _keep(self, block: Block) -> None:
+        bisect.insort(self._free[block.is_small], block, key=lambda kept: kept.order)
+
+    def _forget(self, block: Block) -> None:
+        pool = self._free[block.is_small]
+        del pool[bisect.bisect_left(pool, block.order, key=lambda kept: kept.order)]
+
+
+@contextlib.contextmanager
+def served_by(allocator: CachingAllocator) -> Iterator[None]:
+    """Serve every tensor of the planner's tape from `allocator`."""
+    blocks: dict[int, Block] = {}
+    create, delete = Storage.__init__, Storage.__del__
+
+    def created(self: Storage, meter: Meter, num_bytes: float) -> None:
+        create(self, meter, num_bytes)
+        if num_bytes > 0:
+            blocks[id(self)] = allocator.allocate(num_bytes)
+
+    def deleted(self: Storage) -> None:
+        delete(self)
+        if (block := blocks.pop(id(self), None)) is not None:
+            allocator.free(block)
+
+    with mock.patch.multiple(Storage, __init__=created, __del__=deleted):
+        yield
+        for block in blocks.values():
+            allocator.free(block)
+
+
+def run_step(model: ModelFacts, setup: TrainingSetup) -> None:
+    """One forward and backward pass on the tape."""
+    tape = Tape(autocast_bytes=setup.compute_bytes if setup.autocast else None)
+    state = ShadowModel(Ops(tape), model, setup)
+    states = state.run_layers(state.embed(), lambda: None)
+    loss = state.loss(state.finish(states))
+    del states
+    tape.leave_autocast()
+    tape.backward(loss)
+
+
+def reserved_after(model: ModelFacts, setup: TrainingSetup, lengths: Sequence[int]) -> int:
+    """Bytes reserved after micro-batches of these lengths, each of which frees its gradients."""
+    allocator = CachingAllocator()
+    for length in lengths:
+        with served_by(allocator):
+            run_step(model, replace(setup, sequence_length=length))
+    return allocator.reserved
+
+
+def drawn(kind: str, longest: int, seed: int) -> list[int]:
+    """Lengths of micro-batches: ``fixed``, ``uniform`` from a tenth, ``lognormal`` around a third of the longest."""
+    random_numbers = random.Random(seed)
+    draw: Callable[[], float] = {
+        "fixed": lambda: longest,
+        "uniform": lambda: longest * random_numbers.uniform(0.1, 1),
+        "lognormal": lambda: random_numbers.lognormvariate(math.log(0.35 * longest), 0.6),
+    }[kind]
+    return [min(longest, max(16, int(draw()))) for _ in range(MICRO_BATCHES)]
+
+
+def share_of(model: ModelFacts, setup: TrainingSetup, kind: str) -> list[float]:
+    """The shares of a few runs: (reserved - tensors after the forward pass) / (tensors of head and loss)."""
+    step = step_bytes(model, setup)
+    blocks = step.loss_bytes - step.forward_bytes
+    runs = [drawn(kind, setup.sequence_length, seed) for seed in range(1 if kind == "fixed" else SEEDS)]
+    return [(reserved_after(model, setup, lengths) - step.loss_bytes) / blocks for lengths in runs]
+
+
+def simulated() -> list[str]:
+    """Rows of the first table."""
+    lines = []
+    for name in MODELS:
+        whole = load_model_facts(name, allow_download=False)
+        model = replace(whole, layers=(replace(whole.layers[0], count=LAYERS),))
+        for method, policy, loss in (
+            ("lora", "full", "full"), ("lora", "none", "full"), ("lora", "full", "chunked"), ("full", "full", "full"),
+        ):  # fmt: skip
+            setup = TrainingSetup(method=method, checkpointing=policy, loss=loss, attention="flash_attention_2")
+            for longest in (1024, 4096):
+                asked = replace(setup, sequence_length=longest)
+                found = {kind: share_of(model, asked, kind) for kind in ("fixed", "uniform", "lognormal")}
+                shares = (f"{statistics.mean(values):.1f}" for values in found.values())
+                lines.append(f"| {name} | {method} | {policy} | {loss} | {longest:,} | {' | '.join(shares)} |")
+                print(lines[-1], flush=True)
+    return lines
+
+
+def measured() -> tuple[list[str], float, float]:
+    """Rows of the second table, and the median errors with and without hoarded blocks."""
+    lines, errors, alone = [], [], []
+    lora = LoraSetup(rank=8, targets=("c_attn",))
+    for name, gibs in SWIFT.items():
+        model = load_model_facts(name, allow_download=False)
+        for power, gib in enumerate(gibs):
+            longest = 512 << power
+            setup = TrainingSetup(
+                method="lora", lora=lora, loss="full", attention="flash_attention_2", accumulation=16,
+                sequence_length=longest, packing=False, mean_length=longest / 2,
+            )  # fmt: skip
+            found = predict_memory(model, setup, limit_bytes=79.2 * GIB)
+            reserved, half = found.reserved_bytes / GIB, (found.high_bytes - found.device_bytes) / GIB
+            errors.append(abs(reserved / gib - 1))
+            without = (found.reserved_bytes - found.hoarded_bytes) / GIB
+            alone.append(abs(without / gib - 1))
+            lines.append(f"| {name} | {longest:,} | {gib:.1f} | {without:.1f} | {reserved:.1f} ± {half:.1f} |")
+    return lines, statistics.median(errors), statistics.median(alone)
+
+
+def main() -> int:
+    """Simulate, compare, print and write the results."""
+    rows, (published, error, alone) = simulated(), measured()
+    lines = [
+        "# Memory kept from rows of other lengths",
+        "",
+        "Made by `python benchmarks/allocator_lengths.py`, whose first lines say how.",
+        "",
+        f"Shares after {MICRO_BATCHES} micro-batches of {LAYERS} layers; mean of {SEEDS} runs.",
+        "",
+        "| model | method | checkpointing | loss | longest row | one length | uniform | lognormal |",
+        "|---|---|---|---|---:|---:|---:|---:|",
+        *rows,
+        "",
+        f"ms-swift's measurements, GiB reserved; median error {error:.0%}, as rows of one length {alone:.0%}.",
+        "",
+        "| model | longest row | measured | predicted for rows of one length | predicted for rows that differ |",
+        "|---|---:|---:|---:|---:|",
+        *published,
+    ]
+    RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
