@@ -23,6 +23,7 @@ class Stack:
         trained: Dtype of trained weights by method, where it differs from the precision's.
         frozen: Dtype of unquantised frozen weights by method, where it differs from the compute dtype.
         quantises_whole: Whether every card holds the whole 4-bit base before it is sharded.
+        expandable_segments: Whether it sets ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
         assumptions: What is not modelled, one sentence each.
     """
 
@@ -34,6 +35,7 @@ class Stack:
     trained: Mapping[str, str] = field(default_factory=dict)
     frozen: Mapping[str, str] = field(default_factory=dict)
     quantises_whole: bool = True
+    expandable_segments: bool = False
     assumptions: tuple[str, ...] = ()
 
 
@@ -55,11 +57,13 @@ STACKS: Mapping[str, Stack] = {
     # embeddings to fp32, and axolotl casts them back if there are adapters.
     "axolotl": Stack(
         "axolotl 002a637c: src/axolotl/loaders/model.py (_configure_embedding_dtypes), "
-        "src/axolotl/utils/schemas/training.py (optimizer)",
+        "src/axolotl/utils/schemas/training.py (optimizer), "
+        "src/axolotl/utils/__init__.py (set_pytorch_cuda_alloc_conf)",
         loss="full",
         checkpointing="none",
         optimizer="adamw_torch_fused",
         trained={"full": "bfloat16"},
+        expandable_segments=True,
         assumptions=("axolotl's optional kernels (Liger, cut cross-entropy, LoRA kernels) are off by default.",),
     ),
     # Trained parameters are cast to fp32, the frozen base stays in the compute dtype; logits are not chunked.

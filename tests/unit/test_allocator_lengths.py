@@ -67,7 +67,8 @@ def test_longer_rows_than_before_need_new_blocks() -> None:
 def test_hoarded_blocks_are_planned_only_where_rows_differ() -> None:
     model = load_model_facts("Qwen/Qwen2.5-7B", allow_download=False)
     same = predict_memory(model, ROWS)
-    for setup in (ROWS, replace(VARIED, mean_length=2048.0), replace(VARIED, mean_length=None)):
+    no_blocks_left = replace(VARIED, expandable_segments=True)
+    for setup in (ROWS, replace(VARIED, mean_length=2048.0), replace(VARIED, mean_length=None), no_blocks_left):
         assert predict_memory(model, setup).hoarded_bytes == 0
     assert predict_memory(model, VARIED, is_cuda=False).hoarded_bytes == 0
     varied = predict_memory(model, VARIED)

@@ -68,6 +68,12 @@ def test_half_width_training_halves_the_states():
     assert theirs.weight_bytes == ours.weight_bytes / 2
 
 
+def test_allocators_that_extend_their_segments_hoard_nothing():
+    rows = {"method": "lora", "packing": False, "mean_length": "700", "max_length": 2048}
+    assert planned("axolotl", **rows).memory.hoarded_bytes == 0
+    assert planned("llamafactory", **rows).memory.hoarded_bytes > 0
+
+
 def test_a_base_that_is_quantised_in_shards_is_never_whole():
     settings = {"gpu": "H100", "num_gpus": 8, "strategy": "FSDP2", "max_length": 2048, "method": "qlora"}
     big = "meta-llama/Llama-3.1-405B"

@@ -127,6 +127,7 @@ class TrainingSetup:
         generation: Answers written before a step; None without generation.
         vllm: vLLM, if it writes the answers instead of transformers.
         quantises_whole: Whether every card holds a whole 4-bit base before it is sharded, as transformers loads it.
+        expandable_segments: Whether torch's allocator extends its segments, so that it hoards no blocks.
         steps_in_backward: Whether each parameter is updated as soon as its gradient is ready, which is then freed.
         parallel: How ranks share the work.
     """
@@ -158,6 +159,7 @@ class TrainingSetup:
     generation: GenerationSetup | None = None
     vllm: VllmSetup | None = None
     quantises_whole: bool = True
+    expandable_segments: bool = False
     steps_in_backward: bool = False
     parallel: ParallelSetup = field(default_factory=ParallelSetup)
 

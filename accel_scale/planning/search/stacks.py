@@ -33,4 +33,6 @@ def stack_fields(name: str, method: str) -> dict[str, str | bool]:
         "frozen_dtype": stack.frozen.get(method),
     }
     found |= {field: value for field, value in given.items() if value is not None}
+    if stack.expandable_segments:
+        found["expandable_segments"] = True
     return found if stack.quantises_whole else {**found, "quantises_whole": False}
