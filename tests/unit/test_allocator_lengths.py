@@ -100,4 +100,4 @@ def test_measured_rows_of_other_lengths_are_inside() -> None:
         found = predict_memory(model, setup, limit_bytes=79.2 * GIB)
         half = found.high_bytes - found.device_bytes
         assert abs(found.reserved_bytes - measured * GIB) <= half, longest
-        assert found.reserved_bytes == pytest.approx(measured * GIB, rel=0.2)
+        assert found.reserved_bytes == pytest.approx(measured * GIB, rel=0.25)

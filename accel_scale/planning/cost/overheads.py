@@ -19,7 +19,7 @@ STATES_MARGIN, ACTIVATIONS_MARGIN, ALLOCATOR_MARGIN, CONTEXT_MARGIN = 0.045, 0.2
 # a multiple of what head and loss allocate: a longer row's logits fit none of the blocks kept from shorter ones.
 # Chunks of logits have one size, unless one holds all of a row's. benchmarks/allocator_lengths.py: 2.2 to 3.3 and 0.6
 # to 1.1 for large vocabularies; measured 1.1 to 2.4.
-_HOARDED_SHARE, _HOARDED_IN_CHUNKS = 2.0, 0.8
+_HOARDED_SHARE, _HOARDED_IN_CHUNKS = 2.4, 0.8
 
 
 @dataclass(frozen=True)
