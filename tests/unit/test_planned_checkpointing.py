@@ -67,7 +67,7 @@ def settled(folder: Path, flags: str, *, device: Device = GPU, settle: bool = Tr
 @pytest.mark.parametrize(
     ("model", "card", "policy"),
     [
-        ("135M", "12GiB", "selective"),
+        ("135M", "16GiB", "selective"),
         ("135M", "24GiB", "none"),
         ("0.6B", "24GiB", "full"),
         ("0.6B", "RTX4090", "full"),
@@ -112,7 +112,7 @@ def test_what_the_user_set_wins(folder: Any) -> None:
     }.items():
         settings, lines = settled(folder(name), f"{flags} --plan_gpu 24GiB {given}")
         assert (str(settings.checkpointing), lines) == (policy, [])
-    settings, _ = settled(folder(name), f"{flags} --checkpointing_policy auto --plan_gpu 12GiB")
+    settings, _ = settled(folder(name), f"{flags} --checkpointing_policy auto --plan_gpu 16GiB")
     assert str(settings.checkpointing) == "selective"
 
 
@@ -147,7 +147,7 @@ def test_plan_auto_chooses_it_with_the_rest(folder: Any) -> None:
 
 def test_a_run_that_goes_on_keeps_its_policy(folder: Any, tmp_path: Path) -> None:
     name, flags = MODELS["135M"]
-    before, _ = settled(folder(name), f"{flags} --plan_gpu 12GiB")
+    before, _ = settled(folder(name), f"{flags} --plan_gpu 16GiB")
     record = meaning_of(before.values)
     assert record["checkpointing_policy"] == "selective"
     checkpoint = tmp_path / "checkpoint-3"
@@ -170,7 +170,7 @@ def test_a_run_that_goes_on_keeps_its_policy(folder: Any, tmp_path: Path) -> Non
 
 def test_a_policy_that_changes_gradients_gives_way_to_the_next(folder: Any, monkeypatch: Any) -> None:
     name, flags = MODELS["135M"]
-    settings, _ = settled(folder(name), f"{flags} --plan_gpu 13GiB")
+    settings, _ = settled(folder(name), f"{flags} --plan_gpu 16GiB")
     assert settings.next_policies == ("every_2", "full")
     config = AutoConfig.from_pretrained(folder(name))
 

@@ -13,7 +13,7 @@ _GIB = 2**30
 # Half the width of the interval around a prediction, as shares of its parts: weights, gradients and states, everything
 # else in tensors, what the allocator holds back, context and NCCL. 71 of 78 published measurements of Hugging Face
 # stacks lie inside (docs/planner_accuracy.md); where states are most of the memory, it is half as wide as elsewhere.
-STATES_MARGIN, ACTIVATIONS_MARGIN, ALLOCATOR_MARGIN, CONTEXT_MARGIN = 0.045, 0.22, 0.5, 0.3
+STATES_MARGIN, ACTIVATIONS_MARGIN, ALLOCATOR_MARGIN, CONTEXT_MARGIN = 0.04, 0.25, 0.5, 0.3
 
 # What the allocator holds if micro-batches differ in length, beyond the tensors at the end of the forward pass and as
 # a multiple of what head and loss allocate: a longer row's logits fit none of the blocks kept from shorter ones.
@@ -44,7 +44,7 @@ def gpu_overhead(setup: TrainingSetup, *, is_cuda: bool = True) -> Overhead:
     if not is_cuda:
         return Overhead(0.0, 0.0, 0.0, 0.0)
     communication = 1.0 * _GIB if setup.parallel.num_gpus > 1 else 0.0
-    return Overhead(0.7 * _GIB, communication, 0.1, 0.6 * _GIB)
+    return Overhead(0.7 * _GIB, communication, 0.15, 0.6 * _GIB)
 
 
 def hoarded_share(setup: TrainingSetup, vocab_size: int, *, is_cuda: bool = True) -> float:
