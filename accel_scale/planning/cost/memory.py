@@ -139,6 +139,7 @@ def _of_rank(
         peak=fullest.total_bytes,
         states=sum(value for name, value in fullest.terms if name in _STATES),
         with_loss=next(phase for phase in phases if phase.name == _LOSS_PHASE).total_bytes,
+        gradients=states.gradient_bytes,
         step=step,
         overhead=gpu_overhead(setup, is_cuda=is_cuda),
         share=hoarded_share(setup, share.facts.vocab_size, is_cuda=is_cuda),

@@ -71,6 +71,7 @@ def beside_tensors(
     peak: float,
     states: float,
     with_loss: float,
+    gradients: float,
     step: StepBytes,
     overhead: Overhead,
     share: float,
@@ -82,12 +83,15 @@ def beside_tensors(
         peak: Bytes in tensors at the peak.
         states: Of these, bytes whose size follows from the settings alone.
         with_loss: Bytes in tensors at the end of the forward pass.
-        step: Memory peaks of the activations.
+        gradients: Bytes of gradients on the card after a step's passes.
+        step: Memory peaks of the activations, and of whole gradients.
         overhead: Of the rank.
         share: `hoarded_share`.
         limit_bytes: Memory of the card; None: large enough.
     """
-    churn = step.peak_bytes - step.saved_bytes + 0.25 * step.saved_bytes
+    bottom = step.backward_bottom_bytes - step.gradient_bytes + gradients
+    passes = max(step.forward_bytes, step.loss_bytes, step.backward_top_bytes, bottom)
+    churn = passes - step.saved_bytes + 0.25 * step.saved_bytes
     lost = overhead.fragmentation_share * max(0.0, churn) + overhead.fragmentation_bytes
     context = overhead.context_bytes + overhead.communication_bytes
     needed = peak + lost + context
