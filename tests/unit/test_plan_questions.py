@@ -47,7 +47,7 @@ def test_the_cheapest_machine_comes_first_and_its_price_is_hours_times_cards():
 
 
 def test_a_machine_that_is_too_small_comes_last_with_the_reason():
-    found = cheapest("meta-llama/Llama-3.1-70B", {"H100": {"price": 2.4, "num_gpus": 8}, "RTX 4090": 0.4}, 1e9)
+    found = cheapest("meta-llama/Llama-3.1-70B", {"H100": {"price": 2.4, "num_gpus": 8}, "T4": 0.4}, 1e9)
     assert found[0].price.num_gpus == 8
     assert found[-1].best is None
     assert "GiB" in found[-1].reason

@@ -57,7 +57,8 @@ def test_the_fine_tuning_recipe_shares_long_rows_and_nothing_else():
     assert search(replace(request, methods=("qlora",))).best.setup.parallel.sequence_parallel > 1
     # With short rows no degree of it helps, and nothing else is shared.
     too_large = replace(request, model=load_model_facts("Llama-3.1-405B"), sequence_length=2048)
-    assert search(too_large).best is None
+    host = replace(request.machine, host_memory_bytes=2**40)  # offloaded to, one and a half TiB would do
+    assert search(replace(too_large, machine=host)).best is None
     assert search(replace(too_large, recipe=PRETRAIN_PLAN, machine=h100s(512), global_batch_size=512)).best is not None
 
 
@@ -118,9 +119,9 @@ def test_405b_on_16_nodes_takes_seconds():
     before = time.process_time()
     plan = search(asked("Llama-3.1-405B", 128, global_batch_size=256, sequence_length=4096))
     assert time.process_time() - before < 4.0
-    assert plan.num_considered > 500
+    assert plan.num_considered > 200
     # Gradients of several micro-batches would wait whole, and a pipeline keeps buffers for all of them.
-    assert plan.best is None
+    assert plan.best.setup.parallel.offload_params == "cpu"
     assert all(rejection.reason for rejection in plan.rejections)
     best = search(asked("Llama-3.1-405B", 128, global_batch_size=16, sequence_length=4096)).best
     assert best.choice.label == "FSDP2 × TP8"
