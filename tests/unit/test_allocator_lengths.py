@@ -11,6 +11,7 @@ import pytest
 from accel_scale.planning.cost.memory import predict_memory
 from accel_scale.planning.models.catalogue import load_model_facts
 from accel_scale.planning.models.training_setup import LoraSetup, TrainingSetup
+from accel_scale.settings.planned import memory_terms
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -89,6 +90,13 @@ def test_hoarded_blocks_never_decide_what_fits(gib: float) -> None:
     same, varied = (predict_memory(model, setup, limit_bytes=limit) for setup in (ROWS, VARIED))
     assert (varied.high_bytes <= limit) == (same.high_bytes <= limit)
     assert varied.device_bytes >= same.device_bytes
+
+
+def test_the_parts_of_a_runs_memory_add_up_to_what_the_card_shows() -> None:
+    model = load_model_facts("Qwen/Qwen2.5-7B", allow_download=False)
+    for setup in (ROWS, VARIED):
+        memory = predict_memory(model, setup)
+        assert sum(size for _, size in memory_terms(memory)) == pytest.approx(memory.device_bytes)
 
 
 def test_measured_rows_of_other_lengths_are_inside() -> None:
