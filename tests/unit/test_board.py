@@ -72,7 +72,7 @@ def test_the_page_and_the_command_that_it_shows_say_the_same(
 
 
 def test_nothing_fits_and_the_page_says_what_would() -> None:
-    answered = plan_answers.answer(asked(model="meta-llama/Llama-3.1-70B", method="full"))
+    answered = plan_answers.answer(asked(model="meta-llama/Llama-3.1-70B", gpu="T4", method="full"))
     assert answered.plan.best is None
     text = plan_answers.overview(answered)
     assert "Nothing fits. Nearest: " in text
