@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from accel_scale.errors import ConfigError
 from accel_scale.units import format_bytes, parse_bytes
@@ -51,15 +52,25 @@ def cap_device_memory(text: str | int, *, device_type: str, device_index: int = 
     return cap_bytes
 
 
-def fragmentation_advice(*, device_type: str, environment: dict[str, str] | None = None) -> str | None:
+def fragmentation_advice(*, device_type: str, environment: Mapping[str, str] | None = None) -> str | None:
     """One sentence recommending expandable segments if they would help and are off, else `None`.
 
     Fixed segments fragment under varying sequence lengths; expandable ones return that memory (torch docs,
     "CUDA semantics", memory management). They must be enabled before the first CUDA allocation, hence in the
     environment.
     """
-    environment = dict(os.environ) if environment is None else environment
-    settings = environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    settings = _allocator_settings(environment)
     if device_type != "cuda" or "expandable_segments" in settings or "backend:" in settings:
         return None
     return "set PYTORCH_ALLOC_CONF=expandable_segments:True: sequences of varying length fragment memory less."
+
+
+def extends_segments(environment: Mapping[str, str] | None = None) -> bool:
+    """True if the allocator keeps no blocks of fixed size: its segments grow, or the pool is CUDA's."""
+    settings = _allocator_settings(environment)
+    return "expandable_segments:True" in settings or "backend:cudaMallocAsync" in settings
+
+
+def _allocator_settings(environment: Mapping[str, str] | None) -> str:
+    environment = os.environ if environment is None else environment
+    return environment.get("PYTORCH_ALLOC_CONF") or environment.get("PYTORCH_CUDA_ALLOC_CONF") or ""

@@ -10,6 +10,7 @@ from accel_scale.facts import hardware
 from accel_scale.facts.device import PACKED_ATTENTION
 from accel_scale.facts.loss_chunks import CARD_LOGITS, card_logits
 from accel_scale.facts.zero_buffers import zero_buffers
+from accel_scale.launching.memory_cap import extends_segments
 from accel_scale.planning.models.training_setup import (
     GenerationSetup,
     LoraSetup,
@@ -164,6 +165,7 @@ def _of_rows(
         lora=_lora_of(settings),
         double_quantisation=bool(model_args.use_bnb_nested_quant),
         compile=bool(recipe_value(settings, "torch_compile")),
+        expandable_segments=extends_segments(),
         parallel=parallel_of(launch.parallel, launch.world_size, launch.local_world_size, shared),
     )
 

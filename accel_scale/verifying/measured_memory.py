@@ -108,12 +108,13 @@ class StepMemory:
     def _compared(self, plan: RunPlan, positions: int, answers: list[int]) -> dict[str, Any]:
         is_cuda = self._is_cuda
         setup = plan.here or plan.setup
-        full = predict_memory(plan.facts, setup, is_cuda=is_cuda, is_tracked=not is_cuda)
+        limit = plan.limit_bytes if is_cuda and plan.target.is_here else None
+        full = predict_memory(plan.facts, setup, is_cuda=is_cuda, is_tracked=not is_cuda, limit_bytes=limit)
         rows = setup.micro_batch_size
         seen = replace(setup, sequence_length=max(1, -(-positions // rows))) if positions else setup
         if setup.generation is not None and positions:
             seen = replace(setup, **sizes_of_answers(setup, *answers))
-        real = predict_memory(plan.facts, seen, is_cuda=is_cuda, is_tracked=not is_cuda)
+        real = predict_memory(plan.facts, seen, is_cuda=is_cuda, is_tracked=not is_cuda, limit_bytes=limit)
         share = (full.high_bytes - full.device_bytes) / full.device_bytes
         return {
             "planned_bytes": round(full.peak_bytes),

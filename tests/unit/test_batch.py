@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_scale.errors import ConfigError
-from accel_scale.launching.memory_cap import cap_device_memory, fragmentation_advice, memory_fraction
+from accel_scale.launching.memory_cap import cap_device_memory, extends_segments, fragmentation_advice, memory_fraction
 from accel_scale.optimization.batch import derive_accumulation
 
 GIB = 1024**3
@@ -91,3 +91,19 @@ def test_the_cap_makes_allocations_beyond_it_fail():
 def test_fragmentation_advice(device_type, environment, advised):
     advice = fragmentation_advice(device_type=device_type, environment=environment)
     assert (advice is not None) == advised
+
+
+@pytest.mark.parametrize(
+    ("settings", "extends"),
+    [
+        ("", False),
+        ("max_split_size_mb:128", False),
+        ("expandable_segments:False", False),
+        ("expandable_segments:True,roundup_power2_divisions:16", True),
+        ("backend:cudaMallocAsync", True),
+        ("backend:native", False),
+    ],
+)
+def test_what_the_environment_says_of_segments(settings, extends):
+    assert extends_segments({"PYTORCH_ALLOC_CONF": settings}) == extends
+    assert extends_segments({"PYTORCH_CUDA_ALLOC_CONF": settings}) == extends

@@ -218,6 +218,32 @@ def test_padded_rows_are_planned_at_the_length_of_the_data(model: Path) -> None:
         plan.for_data(Dataset.from_dict({"text": ["word " * 65000]}), Words())
 
 
+def test_rows_of_the_data_that_differ_keep_blocks_unless_segments_grow(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from datasets import Dataset
+
+    class Words:
+        chat_template = None
+
+        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+            return {"input_ids": list(range(len(text.split())))}
+
+    flags = "--plan check --plan_gpu 80GiB --method lora --packing false --per_device_train_batch_size 8"
+    flags += " --max_length 4096 --checkpointing_policy full"
+    same, differing = (Dataset.from_dict({"text": ["word " * 1000, "word " * other]}) for other in (1000, 100))
+    plan, _ = planned(model, flags)
+    assert plan is not None
+    assert plan.for_data(same, Words()).memory.hoarded_bytes == 0
+    found = plan.for_data(differing, Words())
+    assert found.memory.hoarded_bytes > 2**29
+    assert found.memory.high_bytes <= found.limit_bytes
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    plan, _ = planned(model, flags)
+    assert plan is not None
+    assert plan.for_data(differing, Words()).memory.hoarded_bytes == 0
+
+
 def test_a_cap_is_the_limit(model: Path) -> None:
     plan, _ = planned(model, "--plan_gpu 48GiB --device_memory 20GiB --method qlora --per_device_train_batch_size 1")
     assert plan is not None
