@@ -15,6 +15,7 @@ import pytest
 import accel_scale
 from accel_scale.cli.main import main
 from accel_scale.launching.machine import detect_machine
+from accel_scale.planning.cost import overheads
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "accel_scale" / "assets" / "README.md"])
@@ -160,6 +161,30 @@ def test_figures_are_those_of_the_committed_results():
             f"{sum(map(int, kills))}",
         ):
             assert quoted in text, (page.name, quoted)
+
+
+def test_what_is_said_of_intervals_and_reserved_memory_is_what_is_computed():
+    board = json.loads((ROOT / "benchmarks/results/planner_accuracy.json").read_text())
+    inside = f"{100 * board['all_hf']['inside']:.0f} %"
+    planning, figures = (
+        re.sub(r"\s+", " ", (ROOT / "docs" / name).read_text(encoding="utf-8"))
+        for name in ("planning.md", "measured.md")
+    )
+    assert f"{inside} of the published measurements of Hugging Face stacks lie inside" in planning
+    assert f"{inside} inside the interval" in figures
+    for share, part in (
+        (overheads.STATES_MARGIN, "weights, gradients and states"),
+        (overheads.ACTIVATIONS_MARGIN, "activations and buffers"),
+        (overheads.ALLOCATOR_MARGIN, "what the allocator holds back"),
+        (overheads.CONTEXT_MARGIN, "CUDA's and NCCL's own"),
+    ):
+        assert f"{100 * share:.0f} % of {part}" in planning
+    pattern = r"(\d+) measurements, GiB reserved: median error (\d+)%, planned as rows of one length (\d+)%"
+    count, error, alone = (round(value) for value in measured(pattern, "allocator_lengths.md"))
+    assert (
+        f"{count} measurements of ms-swift | median error {error} %; planned as rows of one length {alone} %"
+        in figures
+    )
 
 
 def test_readme_quotes_what_its_command_prints(capsys, monkeypatch):

@@ -17,8 +17,8 @@ STATES_MARGIN, ACTIVATIONS_MARGIN, ALLOCATOR_MARGIN, CONTEXT_MARGIN = 0.04, 0.25
 
 # What the allocator holds if micro-batches differ in length, beyond the tensors at the end of the forward pass and as
 # a multiple of what head and loss allocate: a longer row's logits fit none of the blocks kept from shorter ones.
-# Chunks of logits have one size, unless one holds all of a row's. benchmarks/allocator_lengths.py: 2.2 to 3.3 and 0.6
-# to 1.1 for large vocabularies; measured 1.1 to 2.4.
+# Chunks of logits have one size, unless one holds all of a row's. benchmarks/allocator_lengths.py simulates 2.2 to 3.3
+# and 0.6 to 1.1 for large vocabularies; ms-swift measured 1.3 to 3.6 with whole logits.
 _HOARDED_SHARE, _HOARDED_IN_CHUNKS = 2.4, 0.8
 
 
@@ -29,7 +29,8 @@ class Overhead:
     Attributes:
         context_bytes: CUDA context and loaded kernels: 0.5 to 0.9 GiB from Ampere on.
         communication_bytes: NCCL's channels and buffers, if there is more than one rank.
-        fragmentation_share: Share of the short-lived bytes that is lost in blocks of the wrong size.
+        fragmentation_share: Share of the short-lived bytes that is lost in blocks of the wrong size, fitted to the
+            published measurements.
         fragmentation_bytes: Minimum that the allocator keeps.
     """
 
