@@ -106,6 +106,20 @@ def test_more_tokens_never_need_less(method, checkpointing, precision, micro_bat
     assert estimate.peak_bytes <= estimate.reserved_bytes <= estimate.device_bytes
 
 
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero2", "zero3"])
+def test_blocks_are_lost_of_a_ranks_gradients_only(strategy):
+    """A rank of 64 holds 1 GiB of a 70B model's gradients, which are 131 GiB."""
+    big = load_model_facts("meta-llama/Llama-3.1-70B", allow_download=False)
+    found = {
+        num_gpus: predict_memory(big, TrainingSetup(parallel=ParallelSetup(strategy=strategy, num_gpus=num_gpus)))
+        for num_gpus in (8, 64)
+    }
+    lost = {num_gpus: estimate.reserved_bytes - estimate.peak_bytes for num_gpus, estimate in found.items()}
+    assert lost[64] < lost[8] < 6 * 2**30
+    shards = found[8].states.gradient_bytes - found[64].states.gradient_bytes
+    assert lost[8] - lost[64] <= 0.15 * shards + 1
+
+
 def test_more_ranks_never_need_more_states():
     for strategy in ("zero1", "zero2", "zero3", "fsdp2"):
         sizes = [state_bytes(LLAMA, TrainingSetup(parallel=ParallelSetup(strategy, n))) for n in (2, 4, 8, 16)]
