@@ -198,14 +198,17 @@ def test_strategies_of_launch_files_are_translated() -> None:
         parallel_of(LaunchStrategy("megatron"), 2, 2)
 
 
+class Words:
+    """A tokenizer that gives each word a token."""
+
+    chat_template = None
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": list(range(len(text.split())))}
+
+
 def test_padded_rows_are_planned_at_the_length_of_the_data(model: Path) -> None:
     from datasets import Dataset
-
-    class Words:
-        chat_template = None
-
-        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-            return {"input_ids": list(range(len(text.split())))}
 
     flags = "--plan check --plan_gpu 12GiB --method qlora --packing false --max_length 65536"
     plan, _ = planned(model, flags + " --per_device_train_batch_size 1")
@@ -222,12 +225,6 @@ def test_rows_of_the_data_that_differ_keep_blocks_unless_segments_grow(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from datasets import Dataset
-
-    class Words:
-        chat_template = None
-
-        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-            return {"input_ids": list(range(len(text.split())))}
 
     flags = "--plan check --plan_gpu 80GiB --method lora --packing false --per_device_train_batch_size 8"
     flags += " --max_length 4096 --checkpointing_policy full"
