@@ -38,7 +38,7 @@ from start_check_scan import architectures, versions
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PreTrainedConfig
 
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
-from accel_scale.modeling.adapter_targets import exclusion, untrainable_linears
+from accel_scale.modeling.adapter_targets import exclusion, freeze_other_parts, untrainable_linears
 from accel_scale.modeling.loading import skeleton_of
 from accel_scale.modeling.model_class import dropouts_of, language_model_class
 from accel_scale.optimization.fast_loss import add_fast_lm_head
@@ -53,7 +53,7 @@ RESULTS = Path(__file__).resolve().parent / "results" / "traced_models"
 LAYERS = 4
 SETUPS = {
     "full": {"method": "full", "precision": "fp32", "checkpointing": "none"},
-    "lora": {"method": "lora", "precision": "fp32", "checkpointing": "full"},
+    "lora": {"method": "lora", "precision": "fp32", "checkpointing": "full"},  # none if the class has no checkpointing
 }
 
 
@@ -109,6 +109,7 @@ def trained_model(config: PreTrainedConfig, setup: TrainingSetup) -> Any:
     import peft
 
     model = language_model_class(config).from_config(config, dtype=torch.float32)
+    freeze_other_parts(model)
     if setup.trains_adapters:
         adapters = peft.LoraConfig(
             r=setup.lora.rank,
@@ -161,6 +162,8 @@ def measure(config: PreTrainedConfig, name: str) -> Row:
         tiny.use_cache = False
         # The CPU has no fused attention with dropout.
         tiny.get_text_config(decoder=True).update(dict.fromkeys(dropouts_of(tiny.get_text_config(decoder=True)), 0.0))
+        if not skeleton_of(tiny).supports_gradient_checkpointing:
+            setup = replace(setup, checkpointing="none")
     except Exception as error:
         return Row(model_type, name, how, problem=f"no small configuration: {_short(error)}")
     try:
@@ -209,8 +212,8 @@ def write(rows: list[Row]) -> None:
         "# Plans of every causal language model beside measured steps on a CPU",
         "",
         "`python benchmarks/traced_models.py`: peak bytes in tensors over a whole optimizer step of a shrunken model,",
-        f"2 × 256 tokens, fp32, {LAYERS} layers or more: full training without checkpointing, LoRA with it. Layers",
-        "are modelled by hand or traced from the real class. Nothing was fitted to these models.",
+        f"2 × 256 tokens, fp32, {LAYERS} layers or more: full training without checkpointing, LoRA with it where the class",
+        "supports it. Layers are modelled by hand or traced from the real class. Nothing was fitted to these models.",
         "",
         *summary(rows),
         "",

@@ -38,7 +38,7 @@ def untrainable_linears(model: PreTrainedModel) -> list[str]:
     from transformers.pytorch_utils import Conv1D
 
     found = set[str]()
-    language = language_prefix(model)
+    language, towers = language_prefix(model), _towers_within(model)
     for name, module in model.named_modules():
         linears = {f"{name}.{leaf}".lstrip("."): m for leaf, m in module.named_children()}
         linears = {path: m for path, m in linears.items() if isinstance(m, (nn.Linear, Conv1D))}
@@ -48,7 +48,7 @@ def untrainable_linears(model: PreTrainedModel) -> list[str]:
         for path, linear in linears.items():
             leaf = path.rpartition(".")[2]
             no_gradient = leaf in read or leaf == "pooler" or "Indexer" in type(module).__name__
-            if no_gradient or not path.startswith(language) or not _is_linear(linear):
+            if no_gradient or not path.startswith(language) or path.startswith(towers) or not _is_linear(linear):
                 found.add(path)
     return sorted(found)
 
@@ -63,14 +63,26 @@ def language_prefix(model: PreTrainedModel) -> str:
 
 def freeze_other_parts(model: PreTrainedModel) -> None:
     """In a multimodal model, train only the parts used by text: the language model and its head (also of scores)."""
-    prefix = language_prefix(model)
-    if not prefix:
-        return
+    prefix, towers = language_prefix(model), _towers_within(model)
     heads = (model.get_output_embeddings(), getattr(model, "score", None))
     kept = {id(parameter) for head in heads if head is not None for parameter in head.parameters()}
     for name, parameter in model.named_parameters():
-        if not name.startswith(prefix) and id(parameter) not in kept:
+        if name.startswith(towers) or (not name.startswith(prefix) and id(parameter) not in kept):
             parameter.requires_grad_(False)
+
+
+def _towers_within(model: PreTrainedModel) -> tuple[str, ...]:
+    """Name prefixes of the towers that a model keeps among its language model's modules, as Phi-4-multimodal does."""
+    from transformers import PreTrainedModel
+
+    if language_prefix(model):
+        return ()
+    kinds = tuple((getattr(model.config, "sub_configs", None) or {}).values())
+    return tuple(
+        f"{name}."
+        for name, module in model.named_modules()
+        if name and isinstance(module, PreTrainedModel) and isinstance(module.config, kinds)
+    )
 
 
 def train_vision_parts(model: PreTrainedModel, which: str, *, place: str = "--train_vision") -> None:

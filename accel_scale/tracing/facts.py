@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from statistics import multimode
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from accel_scale.modeling.adapter_targets import exclusion, untrainable_linears
+from accel_scale.modeling.adapter_targets import exclusion, freeze_other_parts, untrainable_linears
 from accel_scale.modeling.model_class import DROPOUTS, numbers_of_layers
 from accel_scale.optimization.fast_loss import head_transform
 from accel_scale.planning.models.model_facts import LayerFacts, LinearFacts, MixtureFacts, ModelFacts
@@ -37,21 +38,34 @@ def read_facts(values: Mapping[str, object], *, name: str, place: str) -> ModelF
         skeleton = build(values, dtype=_WEIGHTS, attention=None, place=place)
     model, config = skeleton.model, skeleton.model.config
     stack = list(skeleton.layers or [])
-    adapted = Adapted(
-        {id(module) for module in bare_linears(model)}, adapted_parameters(values, place), _paths(stack, model)
-    )
+    ranks, passed_over = adapted_by_peft(values, place)
+    bare = [*bare_linears(model), *(model.get_submodule(path) for path in passed_over)]
+    adapted = Adapted({id(module) for module in bare}, ranks, _paths(stack, model))
     by_kind: Counter[object] = Counter()
     first: dict[object, nn.Module] = {}
     for layer, kind in zip(stack, skeleton.kinds(), strict=True):
         by_kind[kind] += 1
         first.setdefault(kind, layer)
     layers = tuple(_layer_facts(first[kind], count, config, adapted) for kind, count in by_kind.items())
-    if not layers:
+    outside: tuple[LinearFacts, ...] = ()
+    if layers:
+        inside = {id(module) for layer in stack for module in layer.modules()} | {id(model.get_output_embeddings())}
+        outside = _merged(_linears(model, config, adapted, leaves_out=inside))
+    else:
         layers = (LayerFacts(1, _linears(model, config, adapted), (), 0),)
-    return _whole(model, layers, name, json.dumps(values, sort_keys=True, default=str))
+    return _whole(model, layers, outside, name, json.dumps(values, sort_keys=True, default=str))
 
 
-def _whole(model: PreTrainedModel, layers: tuple[LayerFacts, ...], name: str, text: str) -> ModelFacts:
+def _merged(linears: tuple[LinearFacts, ...]) -> tuple[LinearFacts, ...]:
+    """`linears` with those that take no adapter as copies: a tower has hundreds, and no token of a text passes them."""
+    bare = Counter(item for item in linears if item.lora_names == ())
+    copies = (replace(item, copies=count * item.copies, active_copies=0) for item, count in bare.items())
+    return (*(item for item in linears if item.lora_names != ()), *copies)
+
+
+def _whole(
+    model: PreTrainedModel, layers: tuple[LayerFacts, ...], outside: tuple[LinearFacts, ...], name: str, text: str
+) -> ModelFacts:
     config = model.config
     table: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
     head = model.get_output_embeddings()
@@ -83,14 +97,17 @@ def _whole(model: PreTrainedModel, layers: tuple[LayerFacts, ...], name: str, te
         layer_variant="traced, scaled logits" if head_transform(config)[1] != 1.0 else "traced",
         embedding_size=0 if table.shape[1] == hidden else table.shape[1],
         embedding_name=_name_of(model, model.get_input_embeddings()),
+        outside_linears=outside,
         has_head=head is not None,
         buffer_bytes=sum(value.numel() * value.itemsize for value in model.buffers() if value.dtype is not _WEIGHTS),
         buffer_values=sum(value.numel() for value in model.buffers() if value.dtype is _WEIGHTS),
         traced_config=text,
     )
     rest = sum(parameter.numel() for parameter in model.parameters()) - facts.num_params
-    # Learned positions, projections and norms outside the layers.
-    return replace(facts, outside_other_params=rest)
+    freeze_other_parts(model)
+    frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    # Learned positions and norms outside the layers, and what is neither in parts for images or sound.
+    return replace(facts, outside_other_params=rest, frozen_params=frozen)
 
 
 def _layer_facts(layer: nn.Module, count: int, config: PretrainedConfig, adapted: Adapted) -> LayerFacts:
@@ -116,7 +133,9 @@ def _layer_facts(layer: nn.Module, count: int, config: PretrainedConfig, adapted
     )
 
 
-def _linears(layer: nn.Module, config: PretrainedConfig, adapted: Adapted) -> tuple[LinearFacts, ...]:
+def _linears(
+    layer: nn.Module, config: PretrainedConfig, adapted: Adapted, leaves_out: Container[int] = ()
+) -> tuple[LinearFacts, ...]:
     """Matrix products of a layer; experts are grouped by name, with the number that a token passes through."""
     from transformers.pytorch_utils import Conv1D
 
@@ -124,7 +143,10 @@ def _linears(layer: nn.Module, config: PretrainedConfig, adapted: Adapted) -> tu
     stacked: list[LinearFacts] = []
     num_experts = expert_count(config)
     active = int(_first(config, EXPERTS_PER_TOKEN) or 1)
+    names = functools.partial(adapted.names, layer)
     for path, module in layer.named_modules():
+        if id(module) in leaves_out:
+            continue
         name, is_expert = path.rpartition(".")[2], ".experts." in f".{path}."
         if isinstance(module, (nn.Linear, Conv1D)):
             rows, columns = module.weight.shape
@@ -132,14 +154,13 @@ def _linears(layer: nn.Module, config: PretrainedConfig, adapted: Adapted) -> tu
             found[(name, *size, module.bias is not None, is_expert, id(module) in adapted.bare)] += 1
             continue
         for key, value in module.named_parameters(recurse=False):
-            if value.dim() == 3 and num_experts and value.shape[0] == num_experts:
-                _, rows, columns = value.shape
-                names = adapted.names(layer, path, key)
-                stacked.append(LinearFacts(key, rows, columns, False, num_experts, active, False, names))
+            # Experts that pass their input on have weights in some stacks only.
+            if value.dim() == 3 and num_experts and (value.shape[0] == num_experts or names(path, key)):
+                copies, rows, columns = value.shape
+                stacked.append(LinearFacts(key, rows, columns, False, copies, active, False, names(path, key)))
             elif (value.dim() == 2 and "router" in path) or (key == "weight" and name == "gate" and value.dim() == 2):
                 rows, columns = value.shape
-                names = adapted.names(layer, path, key)
-                stacked.append(LinearFacts(name or key, columns, rows, quantisable=False, lora_names=names))
+                stacked.append(LinearFacts(name or key, columns, rows, quantisable=False, lora_names=names(path, key)))
     single: list[LinearFacts] = []
     for (name, columns, rows, bias, is_expert, is_bare), count in found.items():
         lora_names = () if is_bare else None
@@ -180,27 +201,35 @@ def bare_linears(model: PreTrainedModel) -> list[nn.Module]:
     return [*(model.get_submodule(name) for name in untrainable_linears(model)), *([head] if head is not None else [])]
 
 
-def adapted_parameters(values: Mapping[str, object], place: str) -> dict[str, int]:
-    """Number of ranks of each parameter that PEFT adapts although it is not a linear, such as stacked experts."""
+def adapted_by_peft(values: Mapping[str, object], place: str) -> tuple[dict[str, int], list[str]]:
+    """What PEFT makes of a model with stacked experts, if every linear is a target.
+
+    Returns:
+        The number of ranks of each parameter that it adapts although it is not a linear, such as stacked experts; and
+        the paths of linears that it passes over although they could be adapted. PEFT (0.21) replaces the names of
+        experts' linears by their stacked parameters, and then misses shared experts and dense layers of those names.
+    """
     import peft
-    from peft.tuners.lora.layer import ParamWrapper
+    from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = build(values, dtype=_WEIGHTS, attention=None, place=place).model
         if not any(value.dim() == 3 for value in model.parameters()):
-            return {}
+            return {}, []
+        linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
         exclude = exclusion(untrainable_linears(model))
         config = peft.LoraConfig(r=1, target_modules="all-linear", exclude_modules=exclude, task_type="CAUSAL_LM")
         try:
             adapted = peft.get_peft_model(model, config).get_base_model()
         except ValueError:
-            return {}
-    found = {}
+            return {}, []
+    ranks = {}
     for path, module in adapted.named_modules():
         if isinstance(module, ParamWrapper):
-            found[f"{path.replace('.base_layer', '')}.{module.parameter_name}"] = int(module.r["default"])
-    return found
+            ranks[f"{path.replace('.base_layer', '')}.{module.parameter_name}"] = int(module.r["default"])
+    passed_over = [path for path in linears if not isinstance(adapted.get_submodule(path), LoraLayer)]
+    return ranks, passed_over
 
 
 def _paths(stack: list[nn.Module], model: nn.Module) -> dict[int, str]:

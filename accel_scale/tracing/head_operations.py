@@ -40,6 +40,6 @@ class HeadOperations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         if self._watches:
             name = func.overloadpacket.__name__
-            is_nothing = name in _FACTOR and len(args) > 1 and args[1] == 1.0 and isinstance(args[1], (int, float))
+            is_nothing = name in _FACTOR and len(args) > 1 and isinstance(args[1], (int, float)) and args[1] == 1.0
             self._names |= set() if is_nothing else {name}
         return func(*args, **(kwargs or {}))

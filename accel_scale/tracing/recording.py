@@ -65,6 +65,8 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.aten._grouped_mm.default:
             # torch's shape function (2.13) refuses fp32, although its kernels support it.
             func, args, kwargs = torch.ops.aten.new_empty.default, (args[0], _grouped_shape(*args[:3])), {}
+        if func is torch.ops.aten.split_with_sizes.default:
+            args = (args[0], _shares(args[1], args[0].shape[args[2] if len(args) > 2 else 0]), *args[2:])
         if func in _INDEXING:
             args = (args[0], self._places(args[1]), *args[2:])
         known = {id(storage) for storage in storages((args, kwargs or {}))}
@@ -139,6 +141,14 @@ def _answer(value: torch.Tensor, is_full: bool) -> bool | int | float:
     if value.dtype is torch.bool:
         return is_full
     return 1.0 if value.is_floating_point() else 1
+
+
+def _shares(sizes: Sequence[int], total: int) -> Sequence[int]:
+    """`sizes` if they add up to `total`, else equal shares: the sizes were read from a fake tensor."""
+    if sum(sizes) == total:
+        return sizes
+    share, rest = divmod(total, len(sizes))
+    return [share + (index < rest) for index in range(len(sizes))]
 
 
 def _grouped_shape(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None = None) -> list[int]:

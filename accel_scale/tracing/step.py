@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from accel_scale.errors import ConfigError
 from accel_scale.facts.checkpointing import SUBLAYERS
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
-from accel_scale.modeling.adapter_targets import exclusion, untrainable_linears
+from accel_scale.modeling.adapter_targets import exclusion, freeze_other_parts, untrainable_linears
 from accel_scale.optimization.fast_loss import head_transform
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import TrainingSetup, period_of
@@ -101,6 +101,7 @@ class FakeStep:
     def _prepare(self, setup: TrainingSetup) -> None:
         model: nn.Module = self.skeleton.model
         with torch.device("meta"):
+            freeze_other_parts(self.skeleton.model)
             if setup.trains_adapters:
                 model = _adapted(self.skeleton, setup, self.is_cuda)
             policy = "full" if setup.checkpointing == "offload" else setup.checkpointing

@@ -87,7 +87,7 @@ def test_a_model_of_text_and_images_without_a_text_class_is_planned_whole():
     facts = facts_of(json.loads(json.dumps(config.to_dict(), default=str)), name="small", place="here")
     assert facts.num_params == sum(parameter.numel() for parameter in model.parameters())
     assert facts.num_layers == config.text_config.num_hidden_layers
-    assert facts.outside_other_params >= sum(parameter.numel() for parameter in model.model.visual.parameters())
+    assert facts.outside_params >= sum(parameter.numel() for parameter in model.model.visual.parameters())
 
 
 def test_a_model_that_scores_rows_is_traced_as_its_language_model():

@@ -148,7 +148,8 @@ def _part(model: ModelFacts, layers: tuple[LayerFacts, ...], *, is_first: bool, 
     """Some layers, with the embedding on the first stage, norm and head (a copy, if tied) on the last."""
     ends: dict[str, Any] = {"has_embedding": is_first, "has_head": is_last}
     if not is_first:
-        ends |= {"position_params": 0, "outside_linears": (), "outside_other_params": 0, "tied_embeddings": False}
+        ends |= {"position_params": 0, "outside_linears": (), "outside_other_params": 0, "frozen_params": 0}
+        ends |= {"tied_embeddings": False}
     if not is_last:
         ends |= {"final_norm_params": 0}
     return replace(model, layers=layers, **ends)

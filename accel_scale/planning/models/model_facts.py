@@ -132,6 +132,7 @@ class ModelFacts:
         outside_linears: Matrix products outside the layers, except the head.
         outside_other_params: Parameters outside the layers that belong to none of the above: the norm next to the
             embedding (BLOOM, BERT).
+        frozen_params: Parameters that training on text leaves frozen, such as a vision tower's; part of `outside_params`.
         has_embedding: Whether the token embedding is included; later stages of a pipeline lack it.
         has_head: Whether the head is included; earlier stages lack it.
         buffer_bytes: Bytes of buffers with a dtype of their own (masks, tables of positions).
@@ -173,6 +174,7 @@ class ModelFacts:
     embedding_name: str = "embed_tokens"
     outside_linears: tuple[LinearFacts, ...] = ()
     outside_other_params: int = 0
+    frozen_params: int = 0
     has_embedding: bool = True
     has_head: bool = True
     buffer_bytes: int = 0
@@ -229,11 +231,11 @@ class ModelFacts:
     @property
     def num_active_params(self) -> int:
         """Parameters of the matrix products a token passes through: layers and head, without the embedding look-up."""
-        per_layer = sum(
-            layer.count * sum(linear.num_params // linear.copies * linear.active_copies for linear in layer.linears)
-            for layer in self.layers
+        linears = [(linear, layer.count) for layer in self.layers for linear in layer.linears]
+        linears += [(linear, 1) for linear in self.outside_linears]
+        return self.head_weights + sum(
+            count * linear.num_params // linear.copies * linear.active_copies for linear, count in linears
         )
-        return per_layer + sum(linear.num_params for linear in self.outside_linears) + self.head_weights
 
     def as_reward_model(self) -> ModelFacts:
         """The same layers with a head of one score."""

@@ -78,8 +78,8 @@ def _groups(facts: ModelFacts, adapters: LoraSetup | None, quantises_base: bool)
         largest_layer=max(layer.num_params for layer in facts.layers),
         lora=lora,
         full_copies=copies,
-        trainable=lora + copies if adapters else facts.num_params,
-        frozen=facts.num_params if adapters else 0,
+        trainable=lora + copies if adapters else facts.num_params - facts.frozen_params,
+        frozen=facts.num_params if adapters else facts.frozen_params,
         quantised=quantised_weights(facts) if quantises_base else 0,
     )
 
@@ -122,7 +122,7 @@ def quantised_linears(facts: ModelFacts) -> tuple[tuple[LinearFacts, int], ...]:
 
 def quantised_weights(facts: ModelFacts) -> int:
     """Weights that a 4-bit load quantises; their biases stay as they are."""
-    return sum(count * item.in_features * item.out_features for item, count in quantised_linears(facts))
+    return sum(count * item.copies * item.in_features * item.out_features for item, count in quantised_linears(facts))
 
 
 def _layer_linears(facts: ModelFacts) -> list[tuple[LinearFacts, int]]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from accel_scale.errors import ConfigError
 from accel_scale.facts.checkpointing import SEGMENTS, kind_of
 from accel_scale.planning.models.model_facts import ModelFacts
+from accel_scale.planning.models.parameters import parameter_groups
 from accel_scale.planning.models.traced import Document, read_trace, tracer, write_trace
 from accel_scale.planning.models.training_setup import TrainingSetup, check_policy, period_of
 from accel_scale.planning.tape import activations
@@ -87,7 +88,9 @@ def _traced(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: 
     passes.append(through("bottom"))
     edge = _edge(fit["kinds"], period_of(setup))
     top, bottom = max(passes[:edge]), max(passes[-edge - 1 :])
-    return StepBytes(saved, forward, loss, top, bottom, live)
+    # Some layers keep the state of their last pass, and with it what was recomputed for it (RecurrentGemma's).
+    gradients = min(live, parameter_groups(model, setup).trainable * setup.trained_bytes)
+    return StepBytes(saved, forward, loss, top, bottom, gradients)
 
 
 def _edge(kinds: list[int], period: int) -> int:
