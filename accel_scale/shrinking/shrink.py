@@ -17,6 +17,7 @@ from accel_scale.modeling.adapter_targets import is_multimodal
 from accel_scale.modeling.model_class import language_model_class
 from accel_scale.shrinking.layers import MIN_LAYERS, Stored, first_of, num_layers, set_all, shrink_layers
 from accel_scale.shrinking.model_source import load_model_config, own_processor, own_tokenizer
+from accel_scale.shrinking.rotation import LATENT_PARTS, is_sum_of_parts, shrink_rope, state_sections
 from accel_scale.shrinking.sizes import (
     EXPAND,
     EXPERTS_PER_TOKEN,
@@ -92,9 +93,9 @@ def write_shrunken_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = language_model_class(config).from_config(tiny, trust_remote_code=trust_remote_code)
-    embedding = model.get_input_embeddings().weight.numel()
-    tied = tiny.get_text_config(decoder=True).tie_word_embeddings
-    body = model.num_parameters() - embedding * (1 if tied else 2)
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    weights = {id(table.weight): table.weight.numel() for table in tables if table is not None}  # one if they are tied
+    body = model.num_parameters() - sum(weights.values())
     if body > MAX_BODY_PARAMETERS:
         raise ConfigError(
             f"{config.model_type} still has {body:,} parameters after shrinking: it holds a size of unknown name.",
@@ -146,7 +147,9 @@ def shrink_config(
         if "vocab_size_per_layer_input" in new:
             new["vocab_size_per_layer_input"] = new["vocab_size"]
     new.update(special_tokens)
-    return type(config).from_dict(new)
+    small = type(config).from_dict(new)
+    state_sections(small)
+    return small
 
 
 def shrink_model_config(
@@ -216,10 +219,12 @@ def _shrink_widths(old: Stored, new: dict[str, Any]) -> None:
             new[key] = min(old[key], limit)
     if isinstance(old.get("qk_head_dim"), int):
         new["qk_head_dim"] = new["qk_nope_head_dim"] + new["qk_rope_head_dim"]
+    if is_sum_of_parts(old):
+        new["head_dim"] = sum(new[key] for key in LATENT_PARTS)
     if "word_embed_proj_dim" in old:
         new["word_embed_proj_dim"] = new_hidden
     if "rope_parameters" in old:
-        new["rope_parameters"] = _shrink_rope(old["rope_parameters"], old, hidden // heads)
+        new["rope_parameters"] = shrink_rope(old["rope_parameters"], old, hidden // heads)
     if "axial_pos_embds_dim" in old:  # Reformer's positions are two parts of the hidden size
         new["axial_pos_embds_dim"] = [new_hidden // 4, new_hidden - new_hidden // 4]
     for changes in (new.get("per_layer_config") or {}).values():
@@ -228,16 +233,13 @@ def _shrink_widths(old: Stored, new: dict[str, Any]) -> None:
 
 def _shrink_changes(changes: dict[str, Any], old: Stored, new: Stored) -> None:
     """Shrink the sizes that one layer has instead of the model's own."""
-    before, latent = {**old, **changes}, ("qk_nope_head_dim", "qk_rope_head_dim")
+    before = {**old, **changes}
     _shrink_heads(changes, new)
     changes |= {key: min(changes[key], limit) for key, limit in LIMITS.items() if isinstance(changes.get(key), int)}
     if "head_dim" in changes:
         changes["head_dim"] = 2 * HEAD_DIM
-    if (
-        all(isinstance(before.get(key), int) for key in latent)
-        and sum(before[k] for k in latent) == before["head_dim"]
-    ):
-        changes["head_dim"] = sum({**new, **changes}[key] for key in latent)
+    if is_sum_of_parts(before):
+        changes["head_dim"] = sum({**new, **changes}[key] for key in LATENT_PARTS)
 
 
 def _shrink_feed_forward(old: Stored, new: dict[str, Any], ratio: float) -> None:
@@ -275,22 +277,6 @@ def _shrink_states(new: dict[str, Any]) -> None:
             new[head_dim] = HEAD_DIM
             new[heads] = expand * first_of(new, HIDDEN) // HEAD_DIM
             new |= {"mamba_d_ssm": new[heads] * HEAD_DIM} if new.get("mamba_d_ssm") is not None else {}
-
-
-def _shrink_rope(rope: object, old: Stored, default_head_dim: int) -> object:
-    """Cut per-frequency lists (longrope's factors) to the frequencies of the smaller head."""
-    if not isinstance(rope, dict):
-        return rope
-    old_head_dim = old.get("head_dim") or default_head_dim
-
-    def cut(value: object) -> object:
-        if isinstance(value, dict):
-            return {key: cut(item) for key, item in value.items()}
-        if isinstance(value, list) and value and all(isinstance(item, (int, float)) for item in value):
-            return value[: max(1, len(value) * HEAD_DIM // old_head_dim)]
-        return value
-
-    return cut(rope)
 
 
 def _shrink_experts(old: Stored, new: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ def read_facts(values: Mapping[str, object], *, name: str, place: str) -> ModelF
     """
     with torch.device("meta"):
         skeleton = build(values, dtype=_WEIGHTS, attention=None, place=place)
-    model, config = skeleton.model, skeleton.model.config
+    model, config = skeleton.model, skeleton.model.config.get_text_config(decoder=True)
     stack = list(skeleton.layers or [])
     ranks, passed_over = adapted_by_peft(values, place)
     bare = [*bare_linears(model), *(model.get_submodule(path) for path in passed_over)]
@@ -57,7 +57,7 @@ def read_facts(values: Mapping[str, object], *, name: str, place: str) -> ModelF
 
 
 def _merged(linears: tuple[LinearFacts, ...]) -> tuple[LinearFacts, ...]:
-    """`linears` with those that take no adapter as copies: a tower has hundreds, and no token of a text passes them."""
+    """`linears`, with those that take no adapter as copies: a tower has hundreds, which no token of text passes."""
     bare = Counter(item for item in linears if item.lora_names == ())
     copies = (replace(item, copies=count * item.copies, active_copies=0) for item, count in bare.items())
     return (*(item for item in linears if item.lora_names != ()), *copies)
@@ -66,7 +66,7 @@ def _merged(linears: tuple[LinearFacts, ...]) -> tuple[LinearFacts, ...]:
 def _whole(
     model: PreTrainedModel, layers: tuple[LayerFacts, ...], outside: tuple[LinearFacts, ...], name: str, text: str
 ) -> ModelFacts:
-    config = model.config
+    config = model.config.get_text_config(decoder=True)
     table: torch.Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
     head = model.get_output_embeddings()
     hidden = int(_first(config, ("hidden_size", "n_embd", "d_model", "emb_dim")) or table.shape[1])
@@ -76,7 +76,7 @@ def _whole(
     has_bias = head is not None and getattr(head, "bias", None) is not None
     facts = ModelFacts(
         name=name,
-        model_type=config.model_type,
+        model_type=model.config.model_type,
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -253,6 +253,7 @@ def _first(config: PretrainedConfig, names: tuple[str, ...]) -> int | None:
 
 def expert_count(config: PretrainedConfig) -> int:
     """Number of routed experts per layer; 0 if there are none."""
+    config = config.get_text_config(decoder=True)
     part = getattr(config, "ffn_config", None)
     return int(_first(config, NUM_EXPERTS) or (_first(part, NUM_EXPERTS) if part is not None else 0) or 0)
 

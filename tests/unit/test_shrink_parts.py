@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from accel_scale.data.default import default_model_path
 from accel_scale.errors import ConfigError
-from accel_scale.shrinking import shrink
+from accel_scale.shrinking import rotation, shrink
 from accel_scale.shrinking.layers import _is_dense, chosen_layers, first_of, num_layers, set_all, shrink_layers
 from accel_scale.start_check import twin
 
@@ -120,11 +120,11 @@ def test_widths_are_whole_heads_and_tables_of_frequencies_are_cut() -> None:
         "one": [3.0],
         "no": [],
     }
-    cut = shrink._shrink_rope(rope, {"head_dim": 96}, 64)
+    cut = rotation.shrink_rope(rope, {"head_dim": 96}, 64)
     assert (len(cut["short"]), len(cut["deep"]["long"]), cut["one"]) == (8, 8, [3.0])
     assert (cut["type"], cut["deep"]["names"], cut["no"]) == ("longrope", ["a"], [])
-    assert len(shrink._shrink_rope({"f": [1.0] * 48}, {}, 64)["f"]) == 12
-    assert shrink._shrink_rope(None, {}, 64) is None
+    assert len(rotation.shrink_rope({"f": [1.0] * 48}, {}, 64)["f"]) == 12
+    assert rotation.shrink_rope(None, {}, 64) is None
 
 
 def test_state_spaces_keep_their_ratio_to_the_hidden_size() -> None:
@@ -271,3 +271,32 @@ def test_what_a_shrunken_tower_gives_fits_the_shrunken_language_model(family):
         found = model.model.get_image_features(**inputs).pooler_output
     features = found if isinstance(found, torch.Tensor) else found[0]
     assert features.shape[-1] == tiny.get_text_config().hidden_size < width
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "glm4v", "glm4v_moe", "qwen3_vl", "mistral4"])
+@pytest.mark.parametrize("sections", [None, [16, 24, 24]])
+def test_what_is_rotated_fits_the_smaller_head(family: str, sections: list[int] | None) -> None:
+    """Sections of time, height and width add up to half of it; Mistral 4's heads have parts with and without."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    config = AutoConfig.for_model(family)
+    text = config.get_text_config(decoder=True)
+    if sections is not None:
+        text.rope_parameters = {**text.rope_parameters, "mrope_section": sections}
+    tiny = shrink.shrink_model_config(config, vocab_size=512, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    model = AutoModelForImageTextToText.from_config(tiny)
+    tokens = torch.arange(3, 19)[None]
+    assert torch.isfinite(model(input_ids=tokens, labels=tokens).loss)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "glm4v", "mistral4"])
+def test_a_model_of_text_and_images_is_written_from_its_configuration(family: str, tmp_path: Path) -> None:
+    """Qwen2.5-VL's text configuration does not say whether weights are tied."""
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(family).save_pretrained(tmp_path / "real")
+    tiny = shrink.write_shrunken_model(
+        str(tmp_path / "real"), tmp_path / "tiny", fallback_tokenizer=str(default_model_path())
+    )
+    assert tiny.num_parameters < shrink.MAX_BODY_PARAMETERS
+    assert (tmp_path / "tiny" / "model.safetensors").is_file()

@@ -28,7 +28,7 @@ FULL = TrainingSetup(precision="fp32", packing=False, checkpointing="none", micr
 # the layers, towers beside the language model and within it.
 FAMILIES = (
     "ernie4_5_moe", "glm4_moe", "qwen3_next", "longcat_flash", "hrm_text", "gemma3n_text", "qwen3_vl",
-    "phi4_multimodal", "jetmoe", "ernie4_5",
+    "phi4_multimodal", "qwen3_vl_moe", "jetmoe", "ernie4_5",
 )  # fmt: skip
 
 
@@ -101,6 +101,7 @@ def test_a_tower_takes_four_bits_but_no_arithmetic_of_a_text() -> None:
     assert parameter_groups(facts, replace(LORA, method="qlora", precision="bf16")).quantised == quantised
     language = sum(linear.weight.numel() for name, linear in linears.items() if ".visual." not in name)
     assert facts.num_active_params == pytest.approx(language, rel=0.02)
+    assert facts.num_heads == config.text_config.num_attention_heads
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,13 @@ def test_a_familys_plan_is_near_the_peak_of_a_real_step(family: str) -> None:
     assert not any(row["problem"] for row in rows)
     for row in rows:
         assert row["predicted_bytes"] == pytest.approx(row["measured_bytes"], rel=0.05)
+
+
+def test_every_plan_is_near_the_peak_of_a_real_step() -> None:
+    errors = [abs(row["predicted_bytes"] / row["measured_bytes"] - 1) for row in TABLE["rows"] if not row["problem"]]
+    assert statistics.median(errors) <= 0.01
+    assert max(errors) <= 0.05
+    assert len({row["model_type"] for row in TABLE["rows"] if not row["problem"]}) >= 185
 
 
 @pytest.mark.soak

@@ -132,7 +132,7 @@ class ModelFacts:
         outside_linears: Matrix products outside the layers, except the head.
         outside_other_params: Parameters outside the layers that belong to none of the above: the norm next to the
             embedding (BLOOM, BERT).
-        frozen_params: Parameters that training on text leaves frozen, such as a vision tower's; part of `outside_params`.
+        frozen_params: Parameters outside the layers that training on text leaves frozen, such as a vision tower's.
         has_embedding: Whether the token embedding is included; later stages of a pipeline lack it.
         has_head: Whether the head is included; earlier stages lack it.
         buffer_bytes: Bytes of buffers with a dtype of their own (masks, tables of positions).
