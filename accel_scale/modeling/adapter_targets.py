@@ -8,14 +8,15 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
-    from peft import LoraConfig
+    from peft import LoraConfig, PeftModel
+    from peft.tuners.lora import LoraLayer
     from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 
 # Names that models use for the part between their vision tower and their language model.
@@ -190,7 +191,7 @@ def exclusion(names: Iterable[str]) -> str | None:
 
 def check_targets(
     config: LoraConfig, model: PreTrainedModel, *, dropout_is_set: bool, place: Callable[[str], str] = "--{}".format
-) -> None:
+) -> list[str]:
     """Try the adapters on a model without memory, and settle their options: `config` may lose its default dropout.
 
     Experts stored as one tensor have adapters that are added to the weight (PEFT's `ParamWrapper`): no input passes
@@ -201,9 +202,13 @@ def check_targets(
         model: On the meta device; it is modified and cannot be used afterwards.
         dropout_is_set: True if the user has chosen the dropout.
 
+    Returns:
+        Paths of linear layers that are targets and that PEFT passes over, see `passed_over`.
+
     Raises:
         ConfigError: if a target does not exist, or a requested option does not work on it.
     """
+    import torch
     from peft import get_peft_model
     from peft.tuners.lora import LoraLayer, ParamWrapper
 
@@ -211,6 +216,7 @@ def check_targets(
     modules, parameters = ([name for name, _ in found] for found in (model.named_modules(), model.named_parameters()))
     _refuse_absent("lora_modules_to_save", config.modules_to_save, modules, kind, place)
     _refuse_absent("lora_target_parameters", config.target_parameters, parameters, kind, place)
+    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     trial = copy.deepcopy(config)
     trial.lora_dropout, trial.use_dora = 0.0, False
     try:
@@ -225,7 +231,7 @@ def check_targets(
     layers = {name: module for name, module in adapted.named_modules() if isinstance(module, LoraLayer)}
     _refuse_unmatched(given, trial, layers, kind, place)
     if not any(isinstance(module, ParamWrapper) for module in layers.values()):
-        return
+        return []
     attention = "--lora_target_modules with the attention's layers leaves the experts as they are"
     if config.use_dora:
         raise ConfigError(
@@ -240,6 +246,27 @@ def check_targets(
             fix=f"use 0; {attention}.",
         )
     config.lora_dropout = 0.0
+    head = next((name for name, module in model.named_modules() if module is model.get_output_embeddings()), None)
+    excluded = re.compile(config.exclude_modules) if isinstance(config.exclude_modules, str) else None
+    return [
+        name
+        for name in passed_over(linears, adapted)
+        if name != head
+        and not (excluded and excluded.fullmatch(name))
+        and (isinstance(given, str) or name.rpartition(".")[2] in (given or ()))
+    ]
+
+
+def passed_over(linears: Iterable[str], adapted: PeftModel) -> list[str]:
+    """Those of `linears`, paths in the base model, that PEFT gave no adapter.
+
+    PEFT (0.21) replaces the names of experts' linears by their stacked parameters, and with that passes over shared
+    experts and dense layers of the same names.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    base = adapted.get_base_model()
+    return [path for path in linears if not isinstance(base.get_submodule(path), LoraLayer)]
 
 
 def _refuse_absent(
@@ -257,7 +284,7 @@ def _refuse_absent(
 def _refuse_unmatched(
     given: str | Iterable[str] | None,
     trial: LoraConfig,
-    layers: Iterable[str],
+    layers: Mapping[str, LoraLayer],
     kind: str,
     place: Callable[[str], str],
 ) -> None:
@@ -265,8 +292,10 @@ def _refuse_unmatched(
     if given is None or isinstance(given, str):
         return
     converted = {*(trial.target_modules or ()), *(trial.target_parameters or ())}
+    # Stacked experts are one module with several adapted parameters.
+    stacked = {getattr(module, "parameter_name", None) for module in layers.values()}
     for name in given:
-        if name in converted and not any(layer.endswith(f".{name}") for layer in layers):
+        if name in converted - stacked and not any(layer.endswith(f".{name}") for layer in layers):
             raise ConfigError(
                 f"{kind} has no linear layer {name!r} that an adapter could train.",
                 place=place("lora_target_modules"),

@@ -30,6 +30,7 @@ def lora_config(
     *,
     dropout_is_set: bool = True,
     place: Callable[[str], str] = "--{}".format,
+    note: Callable[[str], None] = lambda text: None,
 ) -> LoraConfig:
     """PEFT's configuration of the adapters described by `model_args`, tried on a model without memory.
 
@@ -42,6 +43,7 @@ def lora_config(
         model: Result of `skeleton_of`, on the meta device; it cannot be used afterwards.
         dropout_is_set: True if the user has chosen ``lora_dropout``; if not, it is 0 where it cannot be applied.
         place: Returns where a flag was set.
+        note: Takes a sentence on linear layers that PEFT leaves without an adapter.
 
     Raises:
         ConfigError: for a rank below 1, targets that the model does not have or that cannot be trained, and an adapter
@@ -83,7 +85,10 @@ def lora_config(
         use_dora=getattr(model_args, "use_dora", False),
         bias="none",
     )
-    check_targets(config, model, dropout_is_set=dropout_is_set, place=place)
+    if missed := check_targets(config, model, dropout_is_set=dropout_is_set, place=place):
+        parts = [re.sub(r"\.\d+\.", ".*.", name).rpartition(".") for name in missed]
+        names, parents = (", ".join(dict.fromkeys(part[end] for part in parts)) for end in (2, 0))
+        note(f"no adapters on {names} of {parents}: PEFT gives those of their names to the stacked experts.")
     return config
 
 

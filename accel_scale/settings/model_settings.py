@@ -9,19 +9,24 @@ from accel_scale.modeling.files import check_model_files, check_row_length, long
 from accel_scale.settings.stored_model import unknown_token
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from peft import LoraConfig
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from accel_scale.settings.resolved import Resolved
 
 
-def settle_adapters(settings: Resolved, model_args: Any, model_config: PretrainedConfig) -> LoraConfig | None:
+def settle_adapters(
+    settings: Resolved, model_args: Any, model_config: PretrainedConfig, say: Callable[[str], None]
+) -> LoraConfig | None:
     """The adapter configuration of a run, before anything is loaded; None if every weight is trained.
 
     Args:
         settings: The run's settings; a default that does not suit the model is changed in them.
         model_args: The recipe's flags on adapters.
         model_config: Configuration of the base model.
+        say: Prints one line: which linear layers get no adapter.
 
     Raises:
         ConfigError: as `lora_config`.
@@ -35,6 +40,7 @@ def settle_adapters(settings: Resolved, model_args: Any, model_config: Pretraine
         skeleton_of(model_config, trust_remote_code=bool(settings.values.get("trust_remote_code"))),
         dropout_is_set="lora_dropout" in settings.sources,
         place=lambda name: settings.sources.get(name, f"--{name}"),
+        note=say,
     )
     if config.lora_dropout != model_args.lora_dropout:
         settings.set("lora_dropout", config.lora_dropout, "derived: adapters of experts take no dropout")

@@ -71,7 +71,7 @@ def check_sft_start(
     from accel_scale.settings.model_settings import settle_adapters
     from accel_scale.settings.planned_setup import recipe_value
 
-    values, adapter = settings.values, settle_adapters(settings, model_args, config)
+    values, adapter = settings.values, settle_adapters(settings, model_args, config, say)
     recipe = settings.recipe
     log_probs = recipe.loss == "log_probs" and not recipe.generates
     of_preferences = log_probs or recipe.rewards
@@ -114,7 +114,7 @@ def check_pretrain_start(
     """
     from accel_scale.settings.model_settings import settle_adapters
 
-    adapter = settle_adapters(settings, model_args, config)
+    adapter = settle_adapters(settings, model_args, config, say)
     planned = PlannedRun(
         config=config,
         attention=attention,

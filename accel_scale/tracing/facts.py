@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from accel_scale.modeling.adapter_targets import exclusion, freeze_other_parts, untrainable_linears
+from accel_scale.modeling.adapter_targets import exclusion, freeze_other_parts, passed_over, untrainable_linears
 from accel_scale.modeling.model_class import DROPOUTS, numbers_of_layers
 from accel_scale.optimization.fast_loss import head_transform
 from accel_scale.planning.models.model_facts import LayerFacts, LinearFacts, MixtureFacts, ModelFacts
@@ -38,8 +38,8 @@ def read_facts(values: Mapping[str, object], *, name: str, place: str) -> ModelF
         skeleton = build(values, dtype=_WEIGHTS, attention=None, place=place)
     model, config = skeleton.model, skeleton.model.config.get_text_config(decoder=True)
     stack = list(skeleton.layers or [])
-    ranks, passed_over = adapted_by_peft(values, place)
-    bare = [*bare_linears(model), *(model.get_submodule(path) for path in passed_over)]
+    ranks, unadapted = adapted_by_peft(values, place)
+    bare = [*bare_linears(model), *(model.get_submodule(path) for path in unadapted)]
     adapted = Adapted({id(module) for module in bare}, ranks, _paths(stack, model))
     by_kind: Counter[object] = Counter()
     first: dict[object, nn.Module] = {}
@@ -206,11 +206,10 @@ def adapted_by_peft(values: Mapping[str, object], place: str) -> tuple[dict[str,
 
     Returns:
         The number of ranks of each parameter that it adapts although it is not a linear, such as stacked experts; and
-        the paths of linears that it passes over although they could be adapted. PEFT (0.21) replaces the names of
-        experts' linears by their stacked parameters, and then misses shared experts and dense layers of those names.
+        the paths of linears without an adapter, of which PEFT passes over some.
     """
     import peft
-    from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+    from peft.tuners.lora.layer import ParamWrapper
 
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -221,15 +220,14 @@ def adapted_by_peft(values: Mapping[str, object], place: str) -> tuple[dict[str,
         exclude = exclusion(untrainable_linears(model))
         config = peft.LoraConfig(r=1, target_modules="all-linear", exclude_modules=exclude, task_type="CAUSAL_LM")
         try:
-            adapted = peft.get_peft_model(model, config).get_base_model()
+            adapted = peft.get_peft_model(model, config)
         except ValueError:
             return {}, []
     ranks = {}
-    for path, module in adapted.named_modules():
+    for path, module in adapted.get_base_model().named_modules():
         if isinstance(module, ParamWrapper):
             ranks[f"{path.replace('.base_layer', '')}.{module.parameter_name}"] = int(module.r["default"])
-    passed_over = [path for path in linears if not isinstance(adapted.get_submodule(path), LoraLayer)]
-    return ranks, passed_over
+    return ranks, passed_over(linears, adapted)
 
 
 def _paths(stack: list[nn.Module], model: nn.Module) -> dict[int, str]:

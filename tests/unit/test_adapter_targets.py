@@ -111,6 +111,31 @@ def test_default_dropout_gives_way_to_experts_and_a_chosen_one_is_refused():
     assert lora_config(ModelConfig(lora_r=4), skeleton_of(config_of("phimoe")), dropout_is_set=False).lora_dropout > 0
 
 
+@pytest.mark.parametrize(
+    ("family", "targets", "said"),
+    [
+        ("glm4_moe", None, ["down_proj of model.layers.*.mlp, model.layers.*.mlp.shared_experts:"]),
+        ("glm4_moe", ["q_proj", "gate_proj", "up_proj"], ["gate_proj, up_proj of model", "shared_experts:"]),
+        ("glm4_moe", ["q_proj"], []),
+        # Experts' names, of which there is no linear layer.
+        ("qwen3_moe", ["q_proj", "gate_proj", "up_proj", "down_proj"], []),
+        ("mixtral", None, []),
+        ("llama", None, []),
+    ],
+)
+def test_linears_that_peft_passes_over_are_named(family, targets, said):
+    from transformers import AutoConfig
+
+    from accel_scale.shrinking.shrink import shrink_model_config
+
+    notes = []
+    config = shrink_model_config(AutoConfig.for_model(family), vocab_size=512, min_layers=3)
+    args = ModelConfig(lora_r=4, lora_target_modules=targets)
+    lora_config(args, skeleton_of(config), dropout_is_set=False, note=notes.append)
+    assert len(notes) == bool(said)
+    assert all(name in notes[0] for name in said)
+
+
 def test_magnitudes_of_experts_are_refused():
     with pytest.raises(ConfigError, match="no magnitudes") as error:
         lora_config(ModelConfig(lora_r=4, use_dora=True), skeleton_of(config_of("olmoe")), dropout_is_set=False)
