@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 # whose range the perplexity must not exceed.)
 _SPIKES = "--guard lower_lr --guard_min_steps 2 --guard_window 4 --guard_threshold 0.5 --learning_rate"
 # One recipe for each way of logging; the others log in the same ways.
-_QUICK = ("sft", "pretrain", "dpo", "grpo")
+_QUICK = ("sft", "pretrain", "grpo")
 _GUARDED = {"sft": f"{_SPIKES} 1", "pretrain": f"{_SPIKES} 0.2"}
 
 
