@@ -111,3 +111,14 @@ def test_steps_whose_code_asks_for_values_are_traced(family: str) -> None:
     config = small_config(family)
     config.is_decoder = True
     assert predict_memory(facts_of(config), FULL, is_cuda=False).step.saved_bytes > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_that_layers_share_are_quantised_once() -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model("zamba2")
+    facts = facts_of(config)
+    groups = parameter_groups(facts, replace(LORA, method="qlora", precision="bf16"))
+    assert groups.frozen == skeleton_of(config).num_parameters()
+    assert 0.8 * groups.frozen < groups.quantised < groups.frozen

@@ -121,8 +121,14 @@ def quantised_linears(facts: ModelFacts) -> tuple[tuple[LinearFacts, int], ...]:
 
 
 def quantised_weights(facts: ModelFacts) -> int:
-    """Weights that a 4-bit load quantises; their biases stay as they are."""
-    return sum(count * item.copies * item.in_features * item.out_features for item, count in quantised_linears(facts))
+    """Weights that a 4-bit load quantises; their biases stay as they are.
+
+    Layers may share weights (Zamba's attention), which are then listed with each of them.
+    """
+    listed = sum(
+        count * item.copies * item.in_features * item.out_features for item, count in quantised_linears(facts)
+    )
+    return min(listed, facts.layer_params + facts.outside_params)
 
 
 def _layer_linears(facts: ModelFacts) -> list[tuple[LinearFacts, int]]:
