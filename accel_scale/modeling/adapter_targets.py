@@ -258,15 +258,15 @@ def check_targets(
 
 
 def passed_over(linears: Iterable[str], adapted: PeftModel) -> list[str]:
-    """Those of `linears`, paths in the base model, that PEFT gave no adapter.
+    """Those of `linears`, paths in the base model, that PEFT left as they are: no adapter, and not trained in full.
 
     PEFT (0.21) replaces the names of experts' linears by their stacked parameters, and with that passes over shared
     experts and dense layers of the same names.
     """
-    from peft.tuners.lora import LoraLayer
+    import torch
 
-    base = adapted.get_base_model()
-    return [path for path in linears if not isinstance(base.get_submodule(path), LoraLayer)]
+    modules = dict(adapted.get_base_model().named_modules())
+    return [path for path in linears if isinstance(modules.get(path), torch.nn.Linear)]
 
 
 def _refuse_absent(

@@ -136,6 +136,17 @@ def test_linears_that_peft_passes_over_are_named(family, targets, said):
     assert all(name in notes[0] for name in said)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "whole"), [("MixtralForSequenceClassification", None), ("MixtralForCausalLM", ["lm_head"])]
+)
+def test_a_head_that_is_trained_in_full_is_not_passed_over(architecture, whole):
+    config, notes = config_of("mixtral"), []
+    config.architectures = [architecture]
+    args = ModelConfig(lora_r=4, lora_modules_to_save=whole)
+    lora_config(args, skeleton_of(config), dropout_is_set=False, note=notes.append)
+    assert notes == []
+
+
 def test_magnitudes_of_experts_are_refused():
     with pytest.raises(ConfigError, match="no magnitudes") as error:
         lora_config(ModelConfig(lora_r=4, use_dora=True), skeleton_of(config_of("olmoe")), dropout_is_set=False)
