@@ -125,10 +125,23 @@ def trained_model(config: PreTrainedConfig, setup: TrainingSetup) -> Any:
     return model.train()
 
 
+def set_patches(model: Any, input_ids: torch.Tensor) -> None:
+    """Give BLT as many patches as its config's `patch_size` says: with random weights every byte begins one."""
+    for patcher in (module for module in model.modules() if hasattr(module, "patch_lengths_from_entropies")):
+        config = next(module.config for module in model.modules() if hasattr(module, "encoder_hash_tok_embedding"))
+        with torch.no_grad():
+            entropies = patcher(input_ids, patch_size=config.patch_size, threshold=0.0)[0]
+        # The first two bytes always begin one, and a row with fewer patches is padded to the longest.
+        wanted = input_ids.shape[1] // config.patch_size - 2
+        highest = entropies[:, 1:].topk(wanted + 1, dim=1).values
+        config.patching_threshold = float(highest[:, -1].max())
+
+
 def measured_peak(config: PreTrainedConfig, setup: TrainingSetup) -> int:
     """Peak bytes in tensors during a step with existing optimizer states."""
     model = trained_model(config, setup)
     inputs = draw_inputs(config, setup, Random(0))
+    set_patches(model, inputs["input_ids"])
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = create_optimizer(setup.optimizer, trained, lr=1e-4)
     for parameter in trained:

@@ -14,6 +14,7 @@ from accel_scale.modeling.recomputing.segments import release_segments, split_in
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
 
 def apply_checkpointing(
@@ -108,6 +109,7 @@ def _apply_to_hf(model: Any, policy: CheckpointingPolicy, use_reentrant: bool) -
             _recompute(part_of(layer, policy.kind), functools.partial(_checkpoint, use_reentrant=False))
         return layers
     model.activation_checkpointing_enable(_checkpoint_kwargs(policy, use_reentrant), every_n_layers=policy.every_n)
+    _copy_changed_embeddings(model)
     if policy.kind == "offload":
         # transformers' own `offload=True` fails without an accelerator, so only the function called by each layer is
         # replaced. Checked on transformers 5.23; a test counts the moved bytes.
@@ -115,6 +117,12 @@ def _apply_to_hf(model: Any, policy: CheckpointingPolicy, use_reentrant: bool) -
         for layer in layers:
             layer._gradient_checkpointing_func = run  # type: ignore[assignment]
     return layers
+
+
+def _copy_changed_embeddings(model: PreTrainedModel) -> None:
+    """Let BLT add to its byte embeddings in place although transformers makes them require gradients (5.23)."""
+    if any(name.endswith("encoder_hash_tok_embedding") for name, _ in model.named_modules()):
+        model.get_input_embeddings().register_forward_hook(lambda module, args, output: output.clone())
 
 
 def _split(model: nn.Module, layers: Sequence[nn.Module], policy: CheckpointingPolicy) -> None:

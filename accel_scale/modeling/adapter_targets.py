@@ -30,7 +30,7 @@ def untrainable_linears(model: PreTrainedModel) -> list[str]:
 
     These are the towers of other modalities; subclasses of `torch.nn.Linear` with another purpose (routers that return
     several tensors, grouped products); projections of state-space layers whose weights go into a fused kernel; the
-    rankings of sparse attention (indexers); and poolers.
+    rankings of sparse attention (indexers); poolers; and layers that the class itself freezes (BLT's patcher).
 
     Args:
         model: On the meta device, unquantised: the classes of its modules are inspected.
@@ -49,6 +49,7 @@ def untrainable_linears(model: PreTrainedModel) -> list[str]:
         for path, linear in linears.items():
             leaf = path.rpartition(".")[2]
             no_gradient = leaf in read or leaf == "pooler" or "Indexer" in type(module).__name__
+            no_gradient |= not linear.weight.requires_grad
             if no_gradient or not path.startswith(language) or path.startswith(towers) or not _is_linear(linear):
                 found.add(path)
     return sorted(found)
@@ -82,7 +83,10 @@ def _towers_within(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(
         f"{name}."
         for name, module in model.named_modules()
-        if name and isinstance(module, PreTrainedModel) and isinstance(module.config, kinds)
+        if name
+        and isinstance(module, PreTrainedModel)
+        and isinstance(module.config, kinds)
+        and "text" not in module.input_modalities
     )
 
 

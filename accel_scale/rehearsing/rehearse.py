@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from accel_scale.errors import first_line
 from accel_scale.recipe_specs.spec import CHECKPOINT_STEP, NUM_STEPS
 from accel_scale.rehearsing.plan import CheckFailed, Rehearsal
 from accel_scale.rehearsing.results import RunResults, final_folder, read_results
@@ -202,8 +203,13 @@ def _check_reload(rehearsal: Rehearsal, work: Path) -> str:
     from accel_scale.rehearsing.reload import compare_final_folders
 
     resumes = rehearsal.spec.resume_flag is not None and not rehearsal.optimizer_on_nvme
-    return compare_final_folders(
-        start=rehearsal.start,
-        uninterrupted=final_folder(work / "uninterrupted"),
-        resumed=final_folder(work / "resumed") if resumes else None,
-    )
+    try:
+        return compare_final_folders(
+            start=rehearsal.start,
+            uninterrupted=final_folder(work / "uninterrupted"),
+            resumed=final_folder(work / "resumed") if resumes else None,
+        )
+    except CheckFailed:
+        raise
+    except Exception as error:  # raised by the model's own code
+        raise CheckFailed(f"{type(error).__name__}: {first_line(error)}") from error

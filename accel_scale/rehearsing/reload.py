@@ -105,6 +105,7 @@ def _load(folder: Path) -> tuple[Any, dict[str, Any]]:
         absent = {*info["missing_keys"], *info["unexpected_keys"], *(key for key, *_ in info["mismatched_keys"])}
     if absent or not saved:
         raise CheckFailed(f"{folder.name} does not load whole: {', '.join(sorted(absent)[:3]) or 'no tensors'}")
+    model.config.use_cache = False  # a cache is not compared, and not every class can make one
     return model.eval(), saved
 
 

@@ -177,6 +177,8 @@ def request_notes(request: Request) -> list[str]:
         notes.append("micro-batches count answers; all answers of a step are written at the same time.")
     if request.model.max_positions and request.sequence_length > request.model.max_positions:
         notes.append(f"{request.model.name} was made for {request.model.max_positions} tokens.")
+    if (share := min(layer.position_share for layer in request.model.layers)) < 1:
+        notes.append(f"patches of {1 / share:g} bytes, as in its config; those of your text may be shorter or longer.")
     return notes
 
 

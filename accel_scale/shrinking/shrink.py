@@ -8,28 +8,19 @@ besides the embeddings.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.adapter_targets import is_multimodal
 from accel_scale.modeling.model_class import language_model_class
 from accel_scale.shrinking.layers import MIN_LAYERS, Stored, first_of, num_layers, set_all, shrink_layers
 from accel_scale.shrinking.model_source import load_model_config, own_processor, own_tokenizer
-from accel_scale.shrinking.rotation import LATENT_PARTS, is_sum_of_parts, shrink_rope, state_sections
-from accel_scale.shrinking.sizes import (
-    EXPAND,
-    EXPERTS_PER_TOKEN,
-    FEED_FORWARD,
-    HEAD_DIM,
-    HIDDEN,
-    LIMITS,
-    NUM_EXPERTS,
-    NUM_HEADS,
-    NUM_KV_HEADS,
-    STATE_HEADS,
-)
+from accel_scale.shrinking.rotation import state_sections
+from accel_scale.shrinking.sizes import HEAD_DIM, HIDDEN, NUM_HEADS
+from accel_scale.shrinking.widths import shrink_experts, shrink_section, shrink_states, shrink_widths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -87,7 +78,7 @@ def write_shrunken_model(
     own = tokenizer is not None
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(fallback_tokenizer)
     vocab_size = None if own else len(tokenizer)
-    real_layers = num_layers(config.get_text_config(decoder=True).to_dict())
+    real_layers = _count_layers(config)
     special = _special_tokens(tokenizer, own)
     tiny = shrink_model_config(config, vocab_size=vocab_size, min_layers=min_layers, **special)
     with torch.random.fork_rng(devices=[]):
@@ -108,10 +99,21 @@ def write_shrunken_model(
         processor = own_processor(name_or_path, revision=revision, trust_remote_code=trust_remote_code)
         if processor is not None:  # image sizes are kept
             processor.save_pretrained(folder)
-    layers = (real_layers, num_layers(tiny.get_text_config(decoder=True).to_dict()))
+    layers = (real_layers, _count_layers(tiny))
     return ShrunkenModel(
         folder, type(model).__name__, layers, model.num_parameters(), own, bool(tokenizer.chat_template)
     )
+
+
+def _count_layers(config: PreTrainedConfig) -> int:
+    """Layers of the language model; of its largest stack if it has several (BLT)."""
+    values = config.get_text_config(decoder=True).to_dict()
+    return max(num_layers(values[name]) for name in config.sub_configs) if _is_stacked(config) else num_layers(values)
+
+
+def _is_stacked(config: PreTrainedConfig) -> bool:
+    """True for BLT: three stacks of layers, for bytes, patches and bytes again, and a model that finds the patches."""
+    return hasattr(getattr(config, "global_config", None), "encoder_cross_output_size")
 
 
 def shrink_config(
@@ -132,12 +134,12 @@ def shrink_config(
     old = {**stored, **{alias: stored[key] for alias, key in aliases.items()}}
     new = dict(old)
     shrink_layers(old, new, min_layers)
-    _shrink_widths(old, new)
-    _shrink_experts(old, new)
-    _shrink_states(new)
+    shrink_widths(old, new)
+    shrink_experts(old, new)
+    shrink_states(new)
     for name in config.sub_configs:
         if isinstance(old.get(name), dict):
-            new[name] = _shrink_section(old[name], old, new)
+            new[name] = shrink_section(old[name], old, new)
     for alias, key in aliases.items():
         value = new.pop(alias)
         if new[key] == stored[key]:  # only its common name is known
@@ -165,6 +167,8 @@ def shrink_model_config(
     """
     parts = {name: part for name in config.sub_configs if (part := getattr(config, name, None)) is not None}
     text = config.get_text_config(decoder=True)
+    if _is_stacked(config):
+        return _shrink_stacks(config, parts, vocab_size, min_layers, special_tokens)
     if text is config or not parts:
         return shrink_config(config, vocab_size=vocab_size, min_layers=min_layers, **special_tokens)
     small = shrink_config(text, vocab_size=vocab_size, min_layers=min_layers, **special_tokens)
@@ -174,6 +178,31 @@ def shrink_model_config(
     _hand_over(config, config.to_dict(), *widths)
     config.quantization_config = None
     return config
+
+
+def _shrink_stacks(
+    config: PreTrainedConfig,
+    parts: Mapping[str, PreTrainedConfig],
+    vocab_size: int | None,
+    min_layers: int,
+    special_tokens: Mapping[str, int | list[int] | None],
+) -> PreTrainedConfig:
+    """Shrink every stack of layers, and what has to be as wide as another."""
+    old = config.to_dict()
+    small = {name: shrink_config(part, min_layers=min_layers).to_dict() for name, part in parts.items()}
+    # A patch has the states of `cross_attn_k` bytes; if that is not the global width, there is a projection.
+    width = small["encoder_config"]["hidden_size"] * old["cross_attn_k"]
+    is_direct = old["global_config"]["encoder_cross_output_size"] is None
+    width *= 1 if is_direct else 2
+    heads = small["global_config"]["num_attention_heads"]
+    small["global_config"] |= {"hidden_size": width, "head_dim": width // heads}
+    for name in ("encoder_config", "decoder_config"):
+        small[name]["hidden_size_global"] = width
+    vocabulary = {} if vocab_size is None else {"vocab_size": -(-vocab_size // 64) * 64}
+    for name in ("encoder_config", "decoder_config", "patcher_config"):
+        small[name] |= vocabulary
+    hashes = {"encoder_hash_byte_group_vocab": min(old["encoder_hash_byte_group_vocab"], 512)}
+    return type(config).from_dict({**old, **small, **vocabulary, **hashes, **special_tokens})
 
 
 def _shrink_other(part: PreTrainedConfig, text_width: int, new_text_width: int) -> PreTrainedConfig:
@@ -193,99 +222,8 @@ def _shrink_other(part: PreTrainedConfig, text_width: int, new_text_width: int) 
 
 def _hand_over(config: PreTrainedConfig, old: Stored, text_width: int, new_text_width: int) -> None:
     """Keep the outputs of a vision tower as wide as the language model's inputs."""
-    names = ["out_hidden_size", "projection_dim", *(["hidden_size"] if "embed_dim" in old else [])]
+    names = ["out_hidden_size", "projection_dim", "adapter_out_dim", *(["hidden_size"] if "embed_dim" in old else [])]
     config.update({name: new_text_width for name in names if text_width and old.get(name) == text_width})
-
-
-def _shrink_widths(old: Stored, new: dict[str, Any]) -> None:
-    hidden, heads = first_of(old, HIDDEN), first_of(old, NUM_HEADS, default=4)
-    kv_heads = first_of(old, NUM_KV_HEADS, default=heads)
-    group = min(8, heads // kv_heads)
-    new_kv_heads = min(kv_heads, 4 if group == 1 else 2)
-    new_heads = new_kv_heads * group
-    set_all(new, NUM_HEADS, new_heads)
-    set_all(new, NUM_KV_HEADS, new_kv_heads)
-    attention_is_as_wide = not old.get("head_dim") or old["head_dim"] * heads == hidden
-    new_hidden = new_heads * HEAD_DIM + (0 if attention_is_as_wide else 2 * HEAD_DIM)
-    set_all(new, HIDDEN, new_hidden)
-    if old.get("head_dim"):
-        new["head_dim"] = HEAD_DIM
-    _shrink_feed_forward(old, new, new_hidden / hidden)
-    for key in ("d_head", "attention_head_dim"):
-        if isinstance(old.get(key), int):
-            new[key] = new.get("attention_hidden_size", new_hidden) // new_heads
-    for key, limit in LIMITS.items():
-        if isinstance(old.get(key), int):
-            new[key] = min(old[key], limit)
-    if isinstance(old.get("qk_head_dim"), int):
-        new["qk_head_dim"] = new["qk_nope_head_dim"] + new["qk_rope_head_dim"]
-    if is_sum_of_parts(old):
-        new["head_dim"] = sum(new[key] for key in LATENT_PARTS)
-    if "word_embed_proj_dim" in old:
-        new["word_embed_proj_dim"] = new_hidden
-    if "rope_parameters" in old:
-        new["rope_parameters"] = shrink_rope(old["rope_parameters"], old, hidden // heads)
-    if "axial_pos_embds_dim" in old:  # Reformer's positions are two parts of the hidden size
-        new["axial_pos_embds_dim"] = [new_hidden // 4, new_hidden - new_hidden // 4]
-    for changes in (new.get("per_layer_config") or {}).values():
-        _shrink_changes(changes, old, new)
-
-
-def _shrink_changes(changes: dict[str, Any], old: Stored, new: Stored) -> None:
-    """Shrink the sizes that one layer has instead of the model's own."""
-    before = {**old, **changes}
-    _shrink_heads(changes, new)
-    changes |= {key: min(changes[key], limit) for key, limit in LIMITS.items() if isinstance(changes.get(key), int)}
-    if "head_dim" in changes:
-        changes["head_dim"] = 2 * HEAD_DIM
-    if is_sum_of_parts(before):
-        changes["head_dim"] = sum({**new, **changes}[key] for key in LATENT_PARTS)
-
-
-def _shrink_feed_forward(old: Stored, new: dict[str, Any], ratio: float) -> None:
-    for key in FEED_FORWARD:
-        if isinstance(old.get(key), int):
-            new[key] = _scaled(old[key], ratio)
-        elif isinstance(old.get(key), list):
-            new[key] = [_scaled(width, ratio) for width in new[key]]
-
-
-def _shrink_section(section: Stored, old: Stored, new: Stored) -> dict[str, Any]:
-    """Shrink the sizes of attention, experts or an encoder in a separate dictionary, as in DBRX and GIT."""
-    small, hidden = dict(section), first_of(new, HIDDEN)
-    set_all(small, HIDDEN, hidden)
-    _shrink_heads(small, new)
-    _shrink_feed_forward(section, small, hidden / first_of(old, HIDDEN))
-    _shrink_experts(section, small)
-    return small
-
-
-def _shrink_heads(small: dict[str, Any], new: Stored) -> None:
-    set_all(small, NUM_HEADS, first_of(new, NUM_HEADS, default=1))
-    set_all(small, NUM_KV_HEADS, first_of(new, (*NUM_KV_HEADS, *NUM_HEADS), default=1))
-
-
-def _scaled(width: int, ratio: float) -> int:
-    return max(HEAD_DIM, round(width * ratio / HEAD_DIM) * HEAD_DIM)
-
-
-def _shrink_states(new: dict[str, Any]) -> None:
-    """Set the heads of state-space layers to fill `expand` times the hidden size."""
-    expand = first_of(new, EXPAND, default=0)
-    for heads, head_dim in STATE_HEADS if expand else ():
-        if new.get(heads) is not None and new.get(head_dim) is not None:
-            new[head_dim] = HEAD_DIM
-            new[heads] = expand * first_of(new, HIDDEN) // HEAD_DIM
-            new |= {"mamba_d_ssm": new[heads] * HEAD_DIM} if new.get("mamba_d_ssm") is not None else {}
-
-
-def _shrink_experts(old: Stored, new: dict[str, Any]) -> None:
-    for key in NUM_EXPERTS:
-        if isinstance(old.get(key), int):
-            new[key] = min(old[key], 4)
-    for key in EXPERTS_PER_TOKEN:
-        if isinstance(old.get(key), int):
-            new[key] = min(old[key], 2)
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase, own: bool) -> dict[str, int | None]:

@@ -7,6 +7,8 @@ HEAD_DIM = 16
 # Names that configurations use for the same quantity.
 NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "num_decoder_layers")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_dim")
+# Widths that are the hidden size's.
+AS_WIDE = ("word_embed_proj_dim", "adapter_in_dim", "adapter_input_size")
 NUM_HEADS = (
     "num_attention_heads", "n_head", "n_heads", "attention_heads", "encoder_attention_heads",
     "decoder_attention_heads", "num_encoder_attention_heads", "num_decoder_attention_heads",

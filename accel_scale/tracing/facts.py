@@ -46,7 +46,10 @@ def read_facts(values: Mapping[str, object], *, name: str, place: str) -> ModelF
     for layer, kind in zip(stack, skeleton.kinds(), strict=True):
         by_kind[kind] += 1
         first.setdefault(kind, layer)
-    layers = tuple(_layer_facts(first[kind], count, config, adapted) for kind, count in by_kind.items())
+    layers = tuple(
+        replace(_layer_facts(first[kind], count, config, adapted), position_share=1 / skeleton.patch_size)
+        for kind, count in by_kind.items()
+    )
     outside: tuple[LinearFacts, ...] = ()
     if layers:
         inside = {id(module) for layer in stack for module in layer.modules()} | {id(model.get_output_embeddings())}

@@ -32,10 +32,12 @@ class Skeleton:
     Attributes:
         model: The whole model; `keep` removes layers.
         layers: Its decoder layers; None if no stack of layers was found.
+        patch_size: Positions of the row for each one that these layers compute.
     """
 
     model: PreTrainedModel
     layers: nn.ModuleList | None
+    patch_size: int = 1
 
     def kinds(self) -> list[Kind]:
         """Kind of each layer, by its modules and their shapes and settings."""
@@ -78,7 +80,7 @@ def build(values: Mapping[str, object], *, dtype: torch.dtype, attention: str | 
             return build(values, dtype=dtype, attention=None, place=place)
         raise not_built(config.model_type, place, error) from None
     model.config.use_cache = False
-    return Skeleton(model.train(), _decoder_layers(model))
+    return Skeleton(model.train(), _decoder_layers(model), _assume_patches(model))
 
 
 def read_config(values: Mapping[str, object], place: str) -> PretrainedConfig:
@@ -111,6 +113,22 @@ def not_built(model_type: str, place: str, error: Exception) -> ConfigError:
         place=place,
         fix=f"{hint}give a config.json that the installed transformers builds a causal language model from.",
     )
+
+
+def _assume_patches(model: PreTrainedModel) -> int:
+    """Give BLT patches of the size in its config, because where they begin depends on the text; return that size."""
+    patcher = getattr(model.base_model, "patcher", None)
+    if patcher is None or not hasattr(patcher, "patch_lengths_from_entropies"):
+        return 1
+    # Longer patches would be cut, at places that depend on the text, too.
+    limit, model.config.max_patch_length = model.config.max_patch_length, None
+    size = min(model.config.patch_size, limit or model.config.patch_size)
+
+    def lengths(entropies: torch.Tensor, sequence_length: int, **settings: object) -> torch.Tensor:
+        return entropies.new_full((entropies.shape[0], -(-sequence_length // size)), size, dtype=torch.long)
+
+    patcher.patch_lengths_from_entropies = lengths
+    return size
 
 
 def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:

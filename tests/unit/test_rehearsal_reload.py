@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_scale.rehearsing.plan import CheckFailed
+from accel_scale.rehearsing.rehearse import _check_reload
 from accel_scale.rehearsing.reload import compare_final_folders
 
 
@@ -94,3 +97,14 @@ def test_weights_that_are_not_numbers(folders: dict[str, Path]) -> None:
     edit(folders["uninterrupted"], "lm_head.weight", float("nan"))
     with pytest.raises(CheckFailed, match="not finite"):
         compare_final_folders(**folders)
+
+
+def test_a_model_that_fails_when_reloaded_fails_the_check(tmp_path: Path) -> None:
+    """Whatever its code raises is a line in the table: here the tokens that are tried are not in its vocabulary."""
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=16
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "uninterrupted")
+    rehearsal: Any = SimpleNamespace(spec=SimpleNamespace(resume_flag=None), optimizer_on_nvme=False, start=None)
+    with pytest.raises(CheckFailed, match="IndexError: index out of range"):
+        _check_reload(rehearsal, tmp_path)

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from accel_scale.data.default import default_model_path
 from accel_scale.errors import ConfigError
-from accel_scale.shrinking import rotation, shrink
+from accel_scale.shrinking import rotation, shrink, widths
 from accel_scale.shrinking.layers import _is_dense, chosen_layers, first_of, num_layers, set_all, shrink_layers
 from accel_scale.start_check import twin
 
@@ -112,7 +112,7 @@ def test_sizes_of_a_shrunken_configuration(family: str, expected: dict[str, Any]
 
 
 def test_widths_are_whole_heads_and_tables_of_frequencies_are_cut() -> None:
-    assert [shrink._scaled(width, 0.1) for width in (1, 160, 230, 250)] == [16, 16, 16, 32]
+    assert [widths._scaled(width, 0.1) for width in (1, 160, 230, 250)] == [16, 16, 16, 32]
     rope = {
         "type": "longrope",
         "short": [1.0] * 48,
@@ -129,13 +129,13 @@ def test_widths_are_whole_heads_and_tables_of_frequencies_are_cut() -> None:
 
 def test_state_spaces_keep_their_ratio_to_the_hidden_size() -> None:
     new = {"mamba_expand": 2, "mamba_n_heads": 64, "mamba_d_head": 64, "hidden_size": 128, "mamba_d_ssm": 4096}
-    shrink._shrink_states(new)
+    widths.shrink_states(new)
     assert (new["mamba_n_heads"], new["mamba_d_head"], new["mamba_d_ssm"]) == (16, 16, 256)
     other = {"expand": 1, "num_heads": 8, "head_dim": 64, "hidden_size": 64}
-    shrink._shrink_states(other)
+    widths.shrink_states(other)
     assert other == {"expand": 1, "num_heads": 4, "head_dim": 16, "hidden_size": 64}
     plain = {"num_heads": 8, "head_dim": 64, "hidden_size": 64}
-    shrink._shrink_states(plain)
+    widths.shrink_states(plain)
     assert plain == {"num_heads": 8, "head_dim": 64, "hidden_size": 64}
 
 
@@ -289,7 +289,7 @@ def test_what_is_rotated_fits_the_smaller_head(family: str, sections: list[int] 
     assert torch.isfinite(model(input_ids=tokens, labels=tokens).loss)
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "glm4v", "mistral4"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "glm4v", "mistral4", "dots3_note"])
 def test_a_model_of_text_and_images_is_written_from_its_configuration(family: str, tmp_path: Path) -> None:
     """Qwen2.5-VL's text configuration does not say whether weights are tied."""
     from transformers import AutoConfig

@@ -28,7 +28,7 @@ FULL = TrainingSetup(precision="fp32", packing=False, checkpointing="none", micr
 # the layers, towers beside the language model and within it.
 FAMILIES = (
     "ernie4_5_moe", "glm4_moe", "qwen3_next", "longcat_flash", "hrm_text", "gemma3n_text", "qwen3_vl",
-    "phi4_multimodal", "qwen3_vl_moe", "jetmoe", "ernie4_5",
+    "phi4_multimodal", "qwen3_vl_moe", "jetmoe", "ernie4_5", "blt",
 )  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def test_adapters_are_counted_as_peft_makes_them(family: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", ["qwen3_vl", "phi4_multimodal", "ernie4_5"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "phi4_multimodal", "ernie4_5", "blt"])
 def test_full_fine_tuning_on_text_plans_no_states_for_towers(family: str) -> None:
     config = small_config(family)
     model = skeleton_of(config)

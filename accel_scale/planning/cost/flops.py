@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from accel_scale.errors import ConfigError
@@ -16,7 +17,7 @@ class FlopsPerToken:
     """FLOPs of one position, by operation; a multiply-add counts as two.
 
     Attributes:
-        linears: Forward products with the layers' matrices.
+        linears: Forward products with the matrices in and outside the layers, except the head.
         attention: Forward scores and weighted values.
         head: Forward product with the head.
         adapters: Forward products with LoRA's A and B.
@@ -54,7 +55,8 @@ def hardware_flops_per_token(
         document_length: Average tokens per document, if packed rows isolate documents; `None`: the row.
     """
     executed = "full" if setup.attention == "eager" else "causal"
-    linears = sum(layer.count * active_linear_flops(layer) for layer in facts.layers)
+    layers, outside = linear_flops(facts)
+    linears = layers + outside
     attention = attention_flops(facts, setup.sequence_length, scores=executed, document_length=document_length)
     head = 2.0 * facts.head_width * facts.hidden_size
     adapters = 0.0 if setup.trains_all else 2.0 * active_adapter_params(facts, setup)
@@ -63,7 +65,7 @@ def hardware_flops_per_token(
     # A head trained in full besides adapters also has a weight gradient.
     if not trained and "lm_head" in setup.lora.full_modules:
         backward += head
-    recompute = recomputed_fraction(setup.checkpointing) * (linears + attention + adapters)
+    recompute = recomputed_fraction(setup.checkpointing) * (layers + attention + adapters)
     return FlopsPerToken(linears, attention, head, adapters, backward, recompute)
 
 
@@ -73,14 +75,23 @@ def model_flops_per_token(facts: ModelFacts, setup: TrainingSetup, *, document_l
     N excludes the embedding look-up and includes the head. LoRA and QLoRA use the same k = 6 by convention, so that
     methods can be compared; they execute less, so their HFU is lower. Causal scores are counted once.
     """
-    linears = sum(layer.count * active_linear_flops(layer) for layer in facts.layers)
     attention = attention_flops(facts, setup.sequence_length, scores="causal", document_length=document_length)
-    return 3 * (linears + 2.0 * facts.head_width * facts.hidden_size + attention)
+    return 3 * (sum(linear_flops(facts)) + 2.0 * facts.head_width * facts.hidden_size + attention)
+
+
+def linear_flops(facts: ModelFacts) -> tuple[float, float]:
+    """Forward FLOPs per token of the matrices in all layers, and of those outside them, except the head."""
+    layers = sum(layer.count * active_linear_flops(layer) for layer in facts.layers)
+    return layers, _products(facts.outside_linears)
 
 
 def active_linear_flops(layer: LayerFacts) -> float:
     """Forward FLOPs per token of one layer's matrices: 2 × in × out × copies that a token passes through."""
-    return sum(2.0 * linear.in_features * linear.out_features * linear.active_copies for linear in layer.linears)
+    return layer.position_share * _products(layer.linears)
+
+
+def _products(linears: Iterable[LinearFacts]) -> float:
+    return sum(2.0 * linear.in_features * linear.out_features * linear.active_copies for linear in linears)
 
 
 def attention_flops(
@@ -97,10 +108,13 @@ def attention_flops(
     row = float(sequence_length)
     length = min(row, document_length) if document_length else row
     width = 2.0 * facts.num_heads * (facts.head_dim + (facts.value_dim or facts.head_dim))
-    return sum(
-        layer.count * width * (row if scores == "full" else mean_context(length, layer.sliding_window))
-        for layer in facts.layers
-    )
+
+    def context(layer: LayerFacts) -> float:
+        if scores == "full":
+            return layer.position_share * row
+        return mean_context(layer.position_share * length, layer.sliding_window)
+
+    return sum(layer.count * layer.position_share * width * context(layer) for layer in facts.layers)
 
 
 def mean_context(length: float, window: int | None = None) -> float:
@@ -147,16 +161,17 @@ def adapted_linears(layer: LayerFacts, setup: TrainingSetup) -> tuple[LinearFact
 
 def active_adapter_params(facts: ModelFacts, setup: TrainingSetup) -> float:
     """Adapter weights that a token passes through: rank × (in + out) for each adapted matrix."""
-    return float(
-        sum(
-            layer.count
-            * linear.active_copies
-            * adapter_rank(linear, setup.lora)
-            * (linear.in_features + linear.out_features)
-            for layer in facts.layers
-            for linear in adapted_linears(layer, setup)
+    if setup.trains_all:
+        return 0.0
+
+    def params(linears: Iterable[LinearFacts]) -> float:
+        return sum(
+            linear.active_copies * adapter_rank(linear, setup.lora) * (linear.in_features + linear.out_features)
+            for linear in linears
         )
-    )
+
+    layers = sum(layer.count * layer.position_share * params(layer.linears) for layer in facts.layers)
+    return layers + params(facts.outside_linears)
 
 
 def trained_params(facts: ModelFacts, setup: TrainingSetup) -> int:

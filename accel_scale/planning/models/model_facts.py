@@ -71,6 +71,8 @@ class LayerFacts:
         mixture: The experts; `None` in a dense layer.
         rotates: Whether its queries and keys get rotary embeddings, if the model has them.
         other_params: Parameters that belong to neither a matrix product nor a norm.
+        position_share: Positions that the layer computes, as a share of the row's: less than 1 if it runs on patches
+            of several bytes (BLT).
     """
 
     count: int
@@ -83,6 +85,7 @@ class LayerFacts:
     mixture: MixtureFacts | None = None
     rotates: bool = True
     other_params: int = 0
+    position_share: float = 1.0
 
     @property
     def linears(self) -> tuple[LinearFacts, ...]:

@@ -24,7 +24,7 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 _TRACER = "accel_scale.tracing.service"
 _VERSIONED = ("torch", "transformers", "peft", "accel-scale")
 # Incremented when the contents of the cache change.
-_FORMAT = 7
+_FORMAT = 8
 
 Document = dict[str, Any]
 
