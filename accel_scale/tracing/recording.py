@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -56,7 +57,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         if func is torch.ops.prim.device.default:
-            return func(*args)
+            # Asked for more often than anything else.
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if func is torch.ops.aten._local_scalar_dense.default:
             return _answer(args[0], self._is_full)
         if func is torch.ops.aten.nonzero.default:

@@ -43,8 +43,12 @@ class Skeleton:
         """Kind of each layer, by its modules and their shapes and settings."""
         return [_kind(layer) for layer in self.layers] if self.layers is not None else []
 
-    def keep(self, chosen: list[int]) -> None:
-        """Keep only the layers `chosen`, in order, and adapt configuration lists with one entry per layer."""
+    def keep(self, chosen: list[int], *, counts_all: bool = False) -> None:
+        """Keep only the layers `chosen`, in order, and adapt configuration lists with one entry per layer.
+
+        Args:
+            counts_all: Leave the number of layers in the configuration, for a model with inputs for each layer.
+        """
         assert self.layers is not None
         total = len(self.layers)
         kept = [self.layers[index] for index in chosen]
@@ -57,7 +61,7 @@ class Skeleton:
                 # Set directly: some classes refuse lists that do not match the number of layers, which also changes.
                 if isinstance(value, list) and len(value) == total:
                     vars(config)[name] = [value[index] for index in chosen]
-                elif name in NUM_LAYERS and value == total:
+                elif name in NUM_LAYERS and value == total and not counts_all:
                     vars(config)[name] = len(chosen)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -35,6 +36,10 @@ _FEW = 32
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
+# Which layers are run: representative ones, whose number the configuration gives unless inputs are made for all.
+Layers = Literal["few", "few, counted as all", "all"]
+
+
 class FakeStep:
     """A model set up for training as in `setup`, with a few representative layers or with all of them.
 
@@ -49,9 +54,10 @@ class FakeStep:
     """
 
     def __init__(
-        self, facts: ModelFacts, setup: TrainingSetup, *, is_cuda: bool, is_tracked: bool, is_whole: bool = False
+        self, facts: ModelFacts, setup: TrainingSetup, *, is_cuda: bool, is_tracked: bool, layers: Layers = "few"
     ) -> None:
         self.setup, self.is_cuda, self.is_tracked = setup, is_cuda, is_tracked
+        self._runs: dict[tuple[int, int], dict[str, list[int]]] = {}
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         dtype = DTYPES[setup.trained_bytes if setup.trains_all else setup.frozen_bytes]
         attention = "eager" if setup.attention == "eager" else None
@@ -62,15 +68,16 @@ class FakeStep:
         self.num_experts = max(1, expert_count(self.skeleton.model.config))
         period = period_of(setup)
         self.chosen, self.stands_for, self.kinds = representatives(self.skeleton, period)
-        if is_whole or self.skeleton.layers is None:
+        counts_all = layers == "few, counted as all"
+        if layers == "all" or self.skeleton.layers is None:
             self.chosen = self.stands_for = list(range(len(self.kinds)))
             self._prepare(setup)
         elif period > 1:
             # Which layers are checkpointed depends on all of them.
             self._prepare(setup)
-            self.skeleton.keep(self.chosen)
+            self.skeleton.keep(self.chosen, counts_all=counts_all)
         else:
-            self.skeleton.keep(self.chosen)
+            self.skeleton.keep(self.chosen, counts_all=counts_all)
             self._prepare(setup)
         with self.mode:
             make_fake(self.skeleton.model)
@@ -113,8 +120,14 @@ class FakeStep:
     def run(self, rows: int, length: int) -> dict[str, list[int]]:
         """Bytes allocated and freed by a pass over `rows` × `length` positions, by segment.
 
-        What a layer left in autocast's cache is freed when autocast ends, for all layers that it represents.
+        What a layer left in autocast's cache is freed when autocast ends, for all layers that it represents. Runs of
+        the same size are run once.
         """
+        if (rows, length) not in self._runs:
+            self._runs[rows, length] = self._run(rows, length)
+        return self._runs[rows, length]
+
+    def _run(self, rows: int, length: int) -> dict[str, list[int]]:
         segments = self._record(rows, length)
         copies = Counter(self.stands_for)
 
@@ -211,20 +224,30 @@ def body_of(model: PreTrainedModel) -> nn.Module:
 def _adapted(skeleton: Skeleton, setup: TrainingSetup, is_cuda: bool) -> nn.Module:
     """The model with PEFT's adapters, in the dtype used in training."""
     import peft
+    from peft.tuners.lora.layer import ParamWrapper
 
     lora = setup.lora
     targets = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets)
-    adapters = peft.LoraConfig(
-        r=lora.rank,
-        use_dora=lora.dora,
-        lora_dropout=lora.dropout,
-        target_modules=targets,
-        exclude_modules=exclusion(untrainable_linears(skeleton.model)),
-        modules_to_save=list(lora.full_modules) or None,
-        task_type="CAUSAL_LM",
-    )
+
+    def adapted(base: PreTrainedModel, dropout: float) -> peft.PeftModel:
+        adapters = peft.LoraConfig(
+            r=lora.rank,
+            use_dora=lora.dora,
+            lora_dropout=dropout,
+            target_modules=targets,
+            exclude_modules=exclusion(untrainable_linears(base)),
+            modules_to_save=list(lora.full_modules) or None,
+            task_type="CAUSAL_LM",
+        )
+        return peft.get_peft_model(base, adapters, autocast_adapter_dtype=False)
+
+    dropout = lora.dropout
     try:
-        model = peft.get_peft_model(skeleton.model, adapters, autocast_adapter_dtype=False)
+        if dropout and any(parameter.dim() == 3 for parameter in skeleton.model.parameters()):
+            # No input passes through adapters of stacked experts; with them, the recipes drop none at all.
+            trial = adapted(copy.deepcopy(skeleton.model), 0.0)
+            dropout = 0.0 if any(isinstance(module, ParamWrapper) for module in trial.modules()) else dropout
+        model = adapted(skeleton.model, dropout)
     except ValueError as error:
         reason = " ".join(str(error).split())[:160]
         raise ConfigError(

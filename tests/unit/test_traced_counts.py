@@ -122,3 +122,17 @@ def test_weights_that_layers_share_are_quantised_once() -> None:
     groups = parameter_groups(facts, replace(LORA, method="qlora", precision="bf16"))
     assert groups.frozen == skeleton_of(config).num_parameters()
     assert 0.8 * groups.frozen < groups.quantised < groups.frozen
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["glm4_moe", "ernie4_5"])
+def test_adapters_of_stacked_experts_are_planned_without_dropout(family: str) -> None:
+    """As in the recipes, whose default dropout PEFT refuses there; elsewhere each adapter keeps a copy of its input."""
+    facts = facts_of(small_config(family))
+    setup = replace(LORA, checkpointing="none", micro_batch_size=2, sequence_length=64)
+    without, with_dropout = (
+        predict_memory(facts, replace(setup, lora=LoraSetup(rank=4, dropout=share)), is_cuda=False).step.saved_bytes
+        for share in (0.0, 0.05)
+    )
+    assert (with_dropout == without) == (family == "glm4_moe")
+    assert with_dropout >= without

@@ -26,6 +26,7 @@ from accel_scale.planning.traced.steps import step_bytes
 from accel_scale.tracing import service
 from accel_scale.tracing.cache import _fitted, read_cache
 from accel_scale.tracing.cuda_kernels import CudaKernels
+from accel_scale.tracing.fits import fit_segments
 from accel_scale.tracing.head_operations import HeadOperations
 from accel_scale.tracing.recording import Recorder
 from accel_scale.tracing.skeletons import Skeleton, _decoder_layers
@@ -182,7 +183,9 @@ class Loop:
 
 def found_by(step: Loop, text: str) -> tuple[dict, bool]:
     facts = replace(facts_from_config({"model_type": "llama", **SIZES}, name="it"), traced_config=text)
-    return service._segments(cast(FakeStep, step), facts, FP32, False)
+    many, one, exact = fit_segments(cast(FakeStep, step), facts, FP32, False)
+    assert one is None or exact
+    return many, exact
 
 
 def net(found: dict, rows: int, length: int) -> float:
@@ -221,8 +224,8 @@ def test_without_a_loop_what_no_curve_meets_is_of_one_size() -> None:
     step = NoLoop(lambda rows, length: rows * 2 ** (length // 64))
     found, exact = found_by(step, '{"is": "of one size"}')
     assert exact
-    assert net(found, 9, 9999) == 2 * 2
-    assert step.sizes[-1] == (2, 64)
+    assert net(found, 9, 9999) == 9 * 2
+    assert step.sizes[-1] == (1, 64)
 
 
 # ── Caches ───────────────────────────────────────────────────────────────────────────────────────────────────────────

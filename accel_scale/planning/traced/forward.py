@@ -11,8 +11,7 @@ from accel_scale.planning.tape.activations import ShadowModel, walked_layers
 from accel_scale.planning.tape.ops import FP32, Ops
 from accel_scale.planning.tape.tape import Tape
 from accel_scale.planning.tape.tensors import Tensor
-from accel_scale.planning.traced.polynomials import value_of
-from accel_scale.planning.traced.steps import fit_of, given_tensor, traced_loss
+from accel_scale.planning.traced.steps import fit_of, given_tensor, marks_of, traced_loss
 
 # fp32 copies of a step's logits while a token is drawn: the model's output, `generate`'s copy, their probabilities,
 # and the random numbers of `torch.multinomial`.
@@ -103,8 +102,7 @@ def _of_trace(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, draws: boo
     """Marks from a trace with all layers recomputed, whose forward pass keeps only the layers' inputs."""
     fit = fit_of(model, replace(setup, checkpointing="full"), is_cuda, False)
     rows, length = setup.micro_batch_size, setup.sequence_length
-    peaks = {name: max(value_of(p, rows, length) for p in part["peaks"]) for name, part in fit["segments"].items()}
-    nets = {name: value_of(part["net"], rows, length) for name, part in fit["segments"].items()}
+    peaks, nets = marks_of(fit, rows, length)
     hidden = rows * length * fit["hidden_size"] * fit["hidden_bytes"]
     live, layers = nets["embed"], peaks["embed"]
     for index in fit["stands_for"]:

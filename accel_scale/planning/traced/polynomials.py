@@ -22,7 +22,9 @@ def fitted(values: Sequence[float], points: Sequence[Point]) -> Polynomial | Non
     """The polynomial of a tensor that has these bytes at three `points`; None if there is none.
 
     Almost every tensor is a number times a power of the length, once or for every row: two sizes determine it, the
-    third verifies it. Others are sums of two such terms; the third size singles out one such sum.
+    third verifies it. Others are sums of two such terms; the third size singles out one such sum. What is left may be
+    quadratic in the length, once or for every row (pairs of a state-space layer's chunks): the three sizes determine
+    that, so that a fourth has to verify it.
     """
     (a, b, c), powers = values, [powers_of(*point) for point in points]
     for k in range(6):
@@ -39,6 +41,12 @@ def fitted(values: Sequence[float], points: Sequence[Point]) -> Polynomial | Non
             found = list(_ZERO)
             found[j], found[k] = one, two
             return found
+    lengths = [length for _, length in points]
+    for first, counts in ((3, [rows for rows, _ in points]), (0, [1] * len(points))):
+        terms = _quadratic([value / count for value, count in zip(values, counts, strict=True)], lengths)
+        # Pairs of things have no negative term.
+        if all(term * lengths[0] ** power / a > -1e-9 for power, term in enumerate(terms)):
+            return [terms[k - first] if first <= k < first + 3 else 0.0 for k in range(6)]
     return None
 
 

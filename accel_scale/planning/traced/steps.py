@@ -25,7 +25,7 @@ from accel_scale.planning.traced.polynomials import value_of
 _WINDOWS = (
     "sliding_window", "attention_chunk_size", "window_size", "local_attention", "index_topk", "indexer_budget"
 )  # fmt: skip
-# Key in a model's fits: some setting has no fit for all sizes, so that each size has its own.
+# Key in a model's fits: some setting has no fit for all lengths, so that each length has its own.
 _EXACT = "exact"
 
 
@@ -54,8 +54,7 @@ def _on_tape(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked:
 def _traced(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bool) -> StepBytes:
     fit = fit_of(model, setup, is_cuda, is_tracked)
     rows, length = setup.micro_batch_size, setup.sequence_length
-    peaks = {name: max(value_of(p, rows, length) for p in part["peaks"]) for name, part in fit["segments"].items()}
-    nets = {name: value_of(part["net"], rows, length) for name, part in fit["segments"].items()}
+    peaks, nets = marks_of(fit, rows, length)
     live = 0.0
 
     def through(name: str) -> float:
@@ -91,6 +90,13 @@ def _traced(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: 
     # Some layers keep the state of their last pass, and with it what was recomputed for it (RecurrentGemma's).
     gradients = min(live, parameter_groups(model, setup).trainable * setup.trained_bytes)
     return StepBytes(saved, forward, loss, top, bottom, gradients)
+
+
+def marks_of(fit: Document, rows: int, length: int) -> tuple[dict[str, float], dict[str, float]]:
+    """The highest point of each segment of a fit, and what it leaves, in bytes."""
+    segments = fit["one_row"] if rows == 1 and fit["one_row"] else fit["segments"]
+    peaks = {name: max(value_of(p, rows, length) for p in part["peaks"]) for name, part in segments.items()}
+    return peaks, {name: value_of(part["net"], rows, length) for name, part in segments.items()}
 
 
 def _edge(kinds: list[int], period: int) -> int:
@@ -139,10 +145,10 @@ def traced_loss(ops: Ops, model: ModelFacts, setup: TrainingSetup, fit: Document
 
 
 def fit_of(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bool) -> Document:
-    """The fit from the cached files, or by a new trace. If no fit holds for every size, each size has its own."""
+    """The fit from the cached files, or by a new trace. If no fit holds for every length, each length has its own."""
     text, key = model.traced_config, _key(model, setup, is_cuda, is_tracked)
     known = _known(text)
-    exact = f"{key} {setup.micro_batch_size}x{setup.sequence_length}"
+    exact = f"{key} x{setup.sequence_length}"
     # If one setting's tensors follow no polynomial, looking for one in the others costs more than it may save.
     is_exact = _EXACT in known and "segments" not in known.get(key, {})
     fit = known.get(exact if is_exact else key, {})

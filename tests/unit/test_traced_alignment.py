@@ -1,0 +1,124 @@
+"""Polynomials of events that are found in each other: single rows, several rows, and loops over chunks of a row."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_scale.planning.models.traced import facts_of_any
+from accel_scale.planning.models.training_setup import TrainingSetup
+from accel_scale.planning.traced.polynomials import fitted, value_of
+from accel_scale.planning.traced.steps import marks_of
+from accel_scale.tracing.alignment import Run, are_alike, by_event, by_loop
+from accel_scale.tracing.service import traced_fit
+from accel_scale.tracing.step import FakeStep
+
+POINTS = [(2, 128), (3, 320), (5, 192), (4, 256)]
+OTHERS = [(3, 384), (7, 64 * 50), (16, 1024)]
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "vocab_size": 256, "max_position_embeddings": 8192,
+}  # fmt: skip
+QWEN = {
+    "model_type": "qwen3_5_text", "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"], **SIZES,
+}  # fmt: skip
+LFM = {
+    "model_type": "lfm2", "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3,
+    **SIZES,
+}  # fmt: skip
+MAMBA = {
+    "model_type": "mamba", "num_hidden_layers": 3, "state_size": 8, "time_step_rank": 4, "hidden_size": 64,
+    "vocab_size": 256,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    terms=st.dictionaries(st.integers(0, 5), st.integers(1, 10_000), min_size=1, max_size=2),
+    sign=st.sampled_from([1, -1]),
+)
+def test_one_or_two_terms_are_found_from_three_sizes(terms: dict[int, int], sign: int) -> None:
+    expected = [float(sign * terms.get(k, 0)) for k in range(6)]
+    found = fitted([value_of(expected, *point) for point in POINTS[:3]], POINTS[:3])
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_pairs_of_chunks_are_quadratic_in_the_length() -> None:
+    """A state-space layer decays between every two of its chunks, of 64 tokens here, and a state before them."""
+
+    def pairs(rows: int, length: int) -> int:
+        return 4 * rows * (length // 64 + 1) ** 2
+
+    found = fitted([pairs(*point) for point in POINTS[:3]], POINTS[:3])
+    assert found is not None
+    assert [value_of(found, *point) for point in OTHERS] == pytest.approx([pairs(*point) for point in OTHERS])
+    assert fitted([3, 1, 2], POINTS[:3]) is None
+
+
+def run_of(rows: int, length: int, *, recomputes: bool) -> Run:
+    """A segment whose loops keep a state for every chunk and free it in the second, with a tall block between them."""
+    state, work, whole, table = 32 * rows, 80 * rows, 8 * rows * length, 4 * length
+    chunks = length // 64
+    first = [whole, table, *([work, state, -work] * chunks)]
+    block = [3 * whole, work, whole, -3 * whole, -work]
+    second = [*([work, work, -state, -2 * work] * chunks)]
+    end = [-whole, -table]
+    return {"backward 0": first + (block + second + end if recomputes else end), "embed": [whole, -table], "head": [9]}
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_loops_grow_with_the_length(recomputes: bool) -> None:
+    found = by_loop([run_of(*point, recomputes=recomputes) for point in POINTS], POINTS)
+    assert found is not None
+    assert "head" not in found
+    for point in OTHERS:
+        for name, events in run_of(*point, recomputes=recomputes).items():
+            if name == "head":
+                continue
+            assert value_of(found[name]["net"], *point) == pytest.approx(sum(events), abs=1e-3)
+            peak = max(value_of(polynomial, *point) for polynomial in found[name]["peaks"])
+            assert peak == pytest.approx(max(itertools.accumulate(events)), rel=1e-9)
+
+
+def test_runs_of_other_layers_are_not_fitted_together() -> None:
+    runs = [run_of(*point, recomputes=False) for point in POINTS]
+    assert not are_alike(runs)
+    assert by_loop([*runs[:3], {"forward 0": [1]}], POINTS) is None
+    # What one chunk leaves must not depend on which chunk it is.
+    squares = [{"forward 0": [rows * (place + 1) ** 3 for place in range(length // 64)]} for rows, length in POINTS]
+    found = by_loop(squares, POINTS)
+    assert found is None or value_of(found["forward 0"]["net"], 3, 384) != sum(3 * (i + 1) ** 3 for i in range(6))
+    assert by_event([{"embed": [7, 1]}, {"embed": [2, 1]}, {"embed": [9, 1]}], POINTS[:3]) is None
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("checkpointing", ["full", "none"])
+@pytest.mark.parametrize(
+    ("config", "others"),
+    [(QWEN, [(4, 1024), (1, 512)]), (LFM, [(4, 2048), (1, 2048)]), (MAMBA, [(4, 64), (1, 96)])],
+    ids=["qwen3_5", "lfm2", "mamba"],
+)
+def test_a_fit_gives_the_bytes_of_a_run_of_any_size(config, others, checkpointing: str) -> None:
+    """Qwen 3.5 loops over chunks, Mamba over tokens, and LFM2 copies what it only views if there is one row."""
+    facts = facts_of_any(config, name="small")
+    setup = TrainingSetup(packing=False, checkpointing=checkpointing, micro_batch_size=2, sequence_length=128)
+    fit = traced_fit(facts, setup, is_cuda=True, is_tracked=False)
+    assert not fit["exact"]
+    step = FakeStep(facts, setup, is_cuda=True, is_tracked=False)
+    for point in others:
+        peaks, nets = marks_of(fit, *point)
+        run = {name: events for name, events in step.run(*point).items() if name != "head"}
+        assert nets == pytest.approx({name: sum(events) for name, events in run.items()}, abs=1)
+        highest = {name: max(0, *itertools.accumulate(events)) for name, events in run.items() if events}
+        assert {name: max(0, peaks[name]) for name in highest} == pytest.approx(highest, rel=1e-6)
