@@ -127,7 +127,7 @@ def test_weights_that_layers_share_are_quantised_once() -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["glm4_moe", "ernie4_5"])
 def test_adapters_of_stacked_experts_are_planned_without_dropout(family: str) -> None:
-    """As in the recipes, whose default dropout PEFT refuses there; elsewhere each adapter keeps a copy of its input."""
+    """As in the recipes, whose default dropout PEFT refuses there; elsewhere adapters keep copies of inputs."""
     facts = facts_of(small_config(family))
     setup = replace(LORA, checkpointing="none", micro_batch_size=2, sequence_length=64)
     without, with_dropout = (
