@@ -23,8 +23,8 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 
 _TRACER = "accel_scale.tracing.service"
 _VERSIONED = ("torch", "transformers", "peft", "accel-scale")
-# Incremented when the contents of the cache change.
-_FORMAT = 8
+# Incremented when what is cached or shipped changes.
+FORMAT = 8
 
 Document = dict[str, Any]
 
@@ -139,7 +139,7 @@ def _path(text: str) -> Path:
     import hashlib
 
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "accel-scale" / "traces"
-    key = hashlib.sha256("\n".join((str(_FORMAT), *_versions(), text)).encode()).hexdigest()
+    key = hashlib.sha256("\n".join((str(FORMAT), *_versions(), text)).encode()).hexdigest()
     return root / f"{key[:24]}.json"
 
 
@@ -150,6 +150,24 @@ def read_trace(text: str) -> Document:
     except (OSError, ValueError):
         return {}
     return document if isinstance(document, dict) else {}
+
+
+def shipped_fits(text: str) -> Document:
+    """Fits of a model in the catalogue for the usual settings, which then need no torch; empty for other models."""
+    import gzip
+
+    path = shipped_path(text)
+    if not path.is_file():
+        return {}
+    document = json.loads(gzip.decompress(path.read_bytes()))
+    return dict(document["fits"]) if document["format"] == FORMAT else {}
+
+
+def shipped_path(text: str) -> Path:
+    """Where the package keeps the fits of a config."""
+    import hashlib
+
+    return Path(__file__).parent / "data" / "traces" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json.gz"
 
 
 def write_trace(text: str, added: Document) -> None:

@@ -10,7 +10,7 @@ from accel_scale.errors import ConfigError
 from accel_scale.facts.checkpointing import SEGMENTS, kind_of
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.parameters import parameter_groups
-from accel_scale.planning.models.traced import Document, read_trace, tracer, write_trace
+from accel_scale.planning.models.traced import Document, read_trace, shipped_fits, tracer, write_trace
 from accel_scale.planning.models.training_setup import TrainingSetup, check_policy, period_of
 from accel_scale.planning.tape import activations
 from accel_scale.planning.tape.activations import StepBytes
@@ -145,7 +145,7 @@ def traced_loss(ops: Ops, model: ModelFacts, setup: TrainingSetup, fit: Document
 
 
 def fit_of(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bool) -> Document:
-    """The fit from the cached files, or by a new trace. If no fit holds for every length, each length has its own."""
+    """The fit from the files, or by a new trace. If no fit holds for every length, each length has its own."""
     text, key = model.traced_config, _key(model, setup, is_cuda, is_tracked)
     known = _known(text)
     exact = f"{key} x{setup.sequence_length}"
@@ -154,15 +154,16 @@ def fit_of(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: b
     fit = known.get(exact if is_exact else key, {})
     if "segments" not in fit:
         fit = tracer().traced_fit(model, setup, is_cuda=is_cuda, is_tracked=is_tracked, is_exact=is_exact)
-        known |= {_EXACT: {}, exact: fit} if fit["exact"] else {key: fit}
-        write_trace(text, {"fits": known})
+        new = {_EXACT: {}, exact: fit} if fit["exact"] else {key: fit}
+        known |= new
+        write_trace(text, {"fits": {**read_trace(text).get("fits", {}), **new}})
     return fit
 
 
 @functools.lru_cache(maxsize=16)
 def _known(text: str) -> Document:
-    """Fits of a model, read once."""
-    return dict(read_trace(text).get("fits", {}))
+    """Fits of a model that ship with the package or are cached, read once."""
+    return {**shipped_fits(text), **read_trace(text).get("fits", {})}
 
 
 def _key(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bool) -> str:
