@@ -23,7 +23,7 @@ from accel_scale.planning.models.catalogue import catalogue_names, load_model_fa
 from accel_scale.planning.models.traced import FORMAT, read_trace, shipped_fits, shipped_path
 from accel_scale.planning.models.training_setup import LoraSetup, TrainingSetup
 from accel_scale.planning.search.api import plan
-from accel_scale.planning.traced.steps import _key, _known
+from accel_scale.planning.traced.steps import _key, _known, marks_of
 from accel_scale.tracing.service import traced_fit
 
 # Six kinds of layers with 20,000 allocations: several minutes for each way of training.
@@ -63,7 +63,14 @@ def test_shipped_traces_are_those_of_the_class(name: str) -> None:
     facts = load_model_facts(name)
     setup = TrainingSetup(method="lora", lora=LoraSetup(dropout=0.05), micro_batch_size=2, sequence_length=2048)
     shipped = shipped_fits(facts.traced_config)[_key(facts, setup, True, False)]
-    assert json.loads(json.dumps(traced_fit(facts, setup, is_cuda=True, is_tracked=False))) == shipped
+    found = traced_fit(facts, setup, is_cuda=True, is_tracked=False)
+    assert {key: found[key] for key in ("stands_for", "kinds", "exact")} == {
+        key: shipped[key] for key in ("stands_for", "kinds", "exact")
+    }
+    # Masks are made and freed in no fixed order.
+    for size in ((1, 2048), (4, 4096), (16, 32768)):
+        for again, kept in zip(marks_of(found, *size), marks_of(shipped, *size), strict=True):
+            assert again == pytest.approx(kept, rel=0.01, abs=1e6)
 
 
 def write(names: Sequence[str]) -> None:
