@@ -67,10 +67,11 @@ def test_shipped_traces_are_those_of_the_class(name: str) -> None:
     assert {key: found[key] for key in ("stands_for", "kinds", "exact")} == {
         key: shipped[key] for key in ("stands_for", "kinds", "exact")
     }
-    # Masks are made and freed in no fixed order.
     for size in ((1, 2048), (4, 4096), (16, 32768)):
-        for again, kept in zip(marks_of(found, *size), marks_of(shipped, *size), strict=True):
-            assert again == pytest.approx(kept, rel=0.01, abs=1e6)
+        (peaks, nets), (kept_peaks, kept_nets) = (marks_of(fit, *size) for fit in (found, shipped))
+        assert nets == pytest.approx(kept_nets, rel=0.01, abs=1e6)
+        # Masks are made and freed in no fixed order while tokens are embedded.
+        assert {**peaks, "embed": 0} == pytest.approx({**kept_peaks, "embed": 0}, rel=0.01, abs=1e6)
 
 
 def write(names: Sequence[str]) -> None:
