@@ -15,11 +15,12 @@ from accel_scale.errors import ConfigError
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.traced.kept import KeptLayer
+from accel_scale.tracing.adapted import DTYPES
 from accel_scale.tracing.cuda_kernels import CudaKernels
 from accel_scale.tracing.facts import expert_count
 from accel_scale.tracing.recording import Recorder
 from accel_scale.tracing.skeletons import build, plain_masks
-from accel_scale.tracing.step import DTYPES, body_of, make_fake
+from accel_scale.tracing.step import body_of, make_fake
 
 if TYPE_CHECKING:
     from transformers.cache_utils import Cache
