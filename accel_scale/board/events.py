@@ -21,6 +21,8 @@ def listen(
 ) -> None:
     """Call `answer` with the values of `inputs` on any of `triggers`, and write its result to `outputs`.
 
+    During an answer, the latest event waits and is answered next; Gradio would drop it by default.
+
     Args:
         queue: Events that share a queue are handled one at a time.
         is_quiet: Whether to hide the progress indicator.
@@ -34,6 +36,7 @@ def listen(
         list(outputs),
         concurrency_id=queue,
         concurrency_limit=1,
+        trigger_mode="always_last",
         show_progress="hidden" if is_quiet else "full",
         api_visibility="private",
     )

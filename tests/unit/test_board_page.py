@@ -326,6 +326,21 @@ def test_a_plan_is_asked_for_and_taken_away(browser: Browser, board: ServedBoard
 
 
 @needs_chromium
+def test_what_is_asked_for_during_an_answer_is_answered_after_it(browser: Browser, board: ServedBoard) -> None:
+    with opened(browser, board) as page:
+        for length in range(1024, 1024 * 9, 1024):
+            page.fill("#plan-max_length input", str(length))
+            page.keyboard.press("Enter")
+        page.wait_for_function("document.querySelector('#plan-command textarea').value.includes('max_length 8192')")
+        slider = page.locator("#what-if-num_gpus input[type=range]")
+        slider.focus()
+        for _ in range(5):
+            slider.press("ArrowRight")
+            slider.dispatch_event("pointerup")
+        page.wait_for_selector("#plan-what-if tbody tr:nth-child(2):has-text('num_gpus=6')")
+
+
+@needs_chromium
 def test_sliders_compare_and_questions_are_answered(browser: Browser, board: ServedBoard) -> None:
     with opened(browser, board) as page:
         assert page.locator("#plan-what-if tbody tr").count() == 1
