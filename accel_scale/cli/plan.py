@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_scale.cli import plan_questions
 from accel_scale.planning.search.wish import ANSWER, FLAGS, LISTS, MODEL, TRAINING, PlanFlag, Wish
+from accel_scale.tracing import helper
 
 if TYPE_CHECKING:
     from accel_scale.planning.search.recipe_choices import PlannedRecipe
@@ -71,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     collects = gc.isenabled()
     gc.disable()
     try:
-        return _run(args)
+        with helper.allowed():
+            return _run(args)
     finally:
         if collects:
             gc.enable()

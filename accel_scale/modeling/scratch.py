@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from accel_scale.errors import ConfigError, first_line
+from accel_scale.facts.special_floats import read_config_json
 from accel_scale.modeling.model_class import refuse_other_models
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def config_from_file(path: str, *, tokenizer: PreTrainedTokenizerBase, trust_rem
     file = file / "config.json" if file.is_dir() else file
     place = "--model_config"
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = cast("dict[str, object]", read_config_json(file.read_text(encoding="utf-8")))
         model_type = content.pop("model_type")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}).", place=place, fix="check the path.") from None
@@ -139,7 +139,7 @@ def config_from_file(path: str, *, tokenizer: PreTrainedTokenizerBase, trust_rem
         if "auto_map" in content:
             config = AutoConfig.from_pretrained(file.parent, trust_remote_code=trust_remote_code)
         else:
-            config = AutoConfig.for_model(model_type, **content)
+            config = AutoConfig.for_model(str(model_type), **content)
     except (ValueError, TypeError) as error:
         reason = first_line(error)
         raise ConfigError(f"{file}: {reason}.", place=place, fix="correct it there.") from None

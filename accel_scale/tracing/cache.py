@@ -42,7 +42,7 @@ def read_cache(facts: ModelFacts, setup: TrainingSetup) -> list[KeptLayer]:
     with torch.device("meta"):
         skeleton = build(json.loads(facts.traced_config), dtype=dtype, attention=attention, place=facts.name)
     model = skeleton.model.eval()
-    recorder = Recorder(adds_in_place=False, is_padded=False, num_experts=max(1, expert_count(model.config)))
+    recorder = Recorder(mode, adds_in_place=False, is_padded=False, num_experts=max(1, expert_count(model.config)))
     with mode:
         make_fake(model)
     body = body_of(model)

@@ -15,7 +15,7 @@ from accel_scale.tracing.step import FakeStep
 
 # Lengths are multiples of this, which is a multiple of the chunk sizes of state-space layers; if layers loop over
 # chunks, of their usual size; if they loop over tokens, of few of them.
-_UNIT, _CHUNK, _TOKENS = 256, 64, 4
+_UNIT, _CHUNK, _TOKENS = 256, 64, 3
 # At least two rows: some operations only view a single row but copy several.
 _ROWS = (2, 3)
 # Share of a segment's bytes within which two are the same, and within which they are near enough.
@@ -26,7 +26,7 @@ Mark = tuple[float, list[float]]
 # Number of tokens for models that loop over tokens and whose events are not found in each other.
 _FEW = 32
 # Lengths that tell what the number of operations grows with.
-_PROBES = (16, 32, 128)
+_PROBES = (8, 16, 128)
 
 
 def fit_segments(
@@ -119,7 +119,7 @@ def _loops(step: FakeStep, facts: ModelFacts) -> str:
     text = facts.traced_config
     if text not in _LOOPING:
         few, more = (_num_events(step.run(1, length)) for length in _PROBES[:2])
-        if more > 1.3 * few:
+        if more > 1.15 * few:
             _LOOPING[text] = "tokens"
         else:
             _LOOPING[text] = "chunks" if _num_events(step.run(1, _PROBES[2])) > more else ""

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from accel_scale.measuring.storages import storages
+from accel_scale.tracing.remembered import computed
 
 # Operations in which a mask may stand for indices.
 _INDEXING = {
@@ -32,23 +33,30 @@ class Recorder(TorchDispatchMode):
     (autocast ends), ``top``, ``backward N``, ``bottom``.
 
     Args:
+        mode: The mode of the fake tensors.
         adds_in_place: Whether two gradients of one tensor are summed in place, as autograd does without a mode.
         is_padded: The answer when the model asks whether rows are padded.
         num_experts: Number of experts. A search for the tokens of one expert finds its equal share of them; a search
             for the experts with tokens finds all of them.
     """
 
-    def __init__(self, *, adds_in_place: bool, is_padded: bool, num_experts: int = 1) -> None:
+    def __init__(self, mode: FakeTensorMode, *, adds_in_place: bool, is_padded: bool, num_experts: int = 1) -> None:
         super().__init__()
         self.segments: Segments = defaultdict(list)
         self.is_backward = False
         self.recomputing = 0
+        self._mode = mode
         self._segment = "embed"
         self._adds_in_place, self._is_full = adds_in_place, not is_padded
         self._num_experts = num_experts
         self._sizes: dict[int, tuple[int, str]] = {}
         # The last sum of gradients: segment, index among its events, the storage it reuses, bytes.
         self._sum: tuple[str, int, int, int] | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Without a guard against torch.compile around every operation, which takes longer than the recording."""
+        return False
 
     def mark(self, segment: str) -> None:
         """Assign what follows to `segment`."""
@@ -72,7 +80,7 @@ class Recorder(TorchDispatchMode):
         if func in _INDEXING:
             args = (args[0], self._places(args[1]), *args[2:])
         known = {id(storage) for storage in storages((args, kwargs or {}))}
-        result = func(*args, **(kwargs or {}))
+        result = computed(func, args, kwargs or {}, self._mode)
         heir = self._summed(func, args, result)
         for storage in storages(result):
             if id(storage) not in known and id(storage) not in self._sizes:

@@ -96,7 +96,7 @@ class FakeStep:
 
     def _recorder(self) -> Recorder:
         return Recorder(
-            adds_in_place=not self.is_tracked, is_padded=self.setup.is_padded, num_experts=self.num_experts
+            self.mode, adds_in_place=not self.is_tracked, is_padded=self.setup.is_padded, num_experts=self.num_experts
         )
 
     def _prepare(self, setup: TrainingSetup) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, LlamaForCausalLM
 
 from accel_scale.data.default import default_model_path
 from accel_scale.errors import ConfigError
@@ -77,6 +77,12 @@ def test_a_config_with_too_small_a_vocabulary_is_refused(tmp_path, tokenizer):
     path.write_text(json.dumps({"model_type": "llama", "vocab_size": 100, "hidden_size": 64}))
     with pytest.raises(ConfigError, match=rf"vocab_size is 100 but the tokenizer has {len(tokenizer)}"):
         config_from_file(str(path), tokenizer=tokenizer)
+
+
+def test_infinity_in_a_config_that_transformers_saved_is_read(tmp_path, tokenizer):
+    AutoConfig.for_model("mamba2", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    config = config_from_file(str(tmp_path), tokenizer=tokenizer)
+    assert list(config.time_step_limit) == [0.0, float("inf")]
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"hidden_size": 3}'])

@@ -15,6 +15,7 @@ from accel_scale.planning.cost.strategies import ParallelChoice
 from accel_scale.planning.models.catalogue import load_model_facts
 from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
 from accel_scale.planning.search import search as steps
+from accel_scale.planning.search import settings as space
 from accel_scale.planning.search.model_parallel import Degrees
 from accel_scale.planning.search.plan import Rejection, Request
 from accel_scale.planning.search.recipe_choices import PRETRAIN_PLAN, SFT_PLAN
@@ -102,13 +103,13 @@ def test_of_what_does_not_fit_the_nearest_of_each_method_is_said() -> None:
 
 
 def test_micro_batches_are_powers_of_two_that_divide_a_ranks_share() -> None:
-    assert [steps._divisors(n) for n in (1, 6, 64, 256, 7)] == [
+    assert [space._divisors(n) for n in (1, 6, 64, 256, 7)] == [
         (1,), (1, 2), (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 32, 64), (1,),
     ]  # fmt: skip
 
 
 def settings(request: Request, chosen: ParallelChoice, method: str = "full") -> list[list[TrainingSetup]]:
-    return list(steps._settings(request, chosen, method))
+    return list(space.settings_of(request, chosen, method))
 
 
 def test_settings_of_one_strategy_are_tried_from_the_leanest() -> None:

@@ -69,7 +69,7 @@ def test_all_experts_have_tokens() -> None:
 
     from accel_scale.tracing.recording import Recorder
 
-    with FakeTensorMode(), Recorder(adds_in_place=True, is_padded=False, num_experts=8):
+    with FakeTensorMode() as mode, Recorder(mode, adds_in_place=True, is_padded=False, num_experts=8):
         hit = torch.empty(9, dtype=torch.bool).nonzero()
         tokens = torch.empty(2, 64, dtype=torch.bool).nonzero()
     assert hit.shape == (8, 1)

@@ -155,7 +155,10 @@ def test_a_model_of_few_layers_has_a_configuration_of_as_many() -> None:
 )
 def test_a_mask_stands_for_as_many_places_as_are_true(num_experts: int, size: int, found: int) -> None:
     """Rows of 3 fp32 values: an expert's mask takes its share, a mask with one entry per expert takes all of them."""
-    with FakeTensorMode(), Recorder(adds_in_place=True, is_padded=False, num_experts=num_experts) as recorder:
+    with (
+        FakeTensorMode() as mode,
+        Recorder(mode, adds_in_place=True, is_padded=False, num_experts=num_experts) as recorder,
+    ):
         rows, mask = torch.empty(size, 3), torch.empty(size, dtype=torch.bool)
         taken = rows[mask]
         rows[mask] = torch.empty(found, 3)

@@ -73,6 +73,24 @@ def test_an_unknown_model_is_planned_and_the_second_plan_needs_no_torch(tmp_path
     assert float(again.stdout) == first.memory.peak_bytes
 
 
+def test_a_config_with_infinity_as_transformers_saves_it_is_read(tmp_path):
+    """`save_pretrained` writes {"__float__": "Infinity"}, which JSON has no number for."""
+    from transformers import AutoConfig
+
+    from accel_scale.planning.models.catalogue import load_model_facts
+
+    config = AutoConfig.for_model("mamba2", **SMALL, num_heads=8, state_size=16)
+    config.save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    facts = load_model_facts(str(tmp_path))
+    assert json.loads(facts.traced_config)["time_step_limit"] == [0.0, float("inf")]
+    with torch.device("meta"):
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_config(config)
+    assert facts.num_params == sum(parameter.numel() for parameter in model.parameters())
+
+
 @pytest.mark.slow
 def test_a_model_of_text_and_images_without_a_text_class_is_planned_whole():
     """recipes/sft.py trains it on text with its vision tower in memory."""

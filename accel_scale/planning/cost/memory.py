@@ -122,7 +122,7 @@ def predict_memory(
 def _of_rank(
     share: RankShare, setup: TrainingSetup, is_cuda: bool, is_tracked: bool, limit_bytes: float | None
 ) -> MemoryEstimate:
-    seen = _forward_setup(setup)
+    seen = forward_setup(setup)
     states = state_bytes(share.facts, setup)
     step = step_bytes(share.facts, seen, is_cuda=is_cuda, is_tracked=is_tracked)
     step = step.with_waiting(share.waiting * step.saved_bytes)
@@ -160,7 +160,7 @@ def _offloaded_bytes(model: ModelFacts, setup: TrainingSetup, *, is_cuda: bool) 
     return model.num_layers * (2.0 ** math.ceil(math.log2(size)) if is_cuda else size)
 
 
-def _forward_setup(setup: TrainingSetup) -> TrainingSetup:
+def forward_setup(setup: TrainingSetup) -> TrainingSetup:
     """`setup` as the layers see it: settings that do not change their tensors are dropped, so that walks are shared.
 
     Under mixed precision, FSDP and DeepSpeed give the layers 16-bit weights, and autocast has nothing to cast.
@@ -263,7 +263,7 @@ def _passes_beside(
     moved, phases = transfers(model, setup), []
     gathered = ("gathered weights", moved.gathered_bytes)
     if setup.reference_pass == "within":
-        seen = _forward_setup(setup)
+        seen = forward_setup(setup)
         passed = forward_bytes(model, seen, is_cuda=is_cuda, adapters=False).peak_bytes
         kept = max(states.gradient_bytes, moved.waiting_gradient_bytes) if setup.accumulation > 1 else 0.0
         waiting = (("gradients", kept), ("activations and loss", step.saved_bytes), ("reference's pass", passed))
@@ -295,7 +295,7 @@ def _beside_vllm(phase: Phase, setup: TrainingSetup) -> Phase:
 
 def _generation_setup(setup: TrainingSetup) -> TrainingSetup:
     """`setup` as `generate` sees it: with adapters, it calls a model inside the one that Accelerate autocasts."""
-    seen = _forward_setup(setup)
+    seen = forward_setup(setup)
     if not (seen.autocast and seen.trains_adapters):
         return seen
     weights = {2: "bfloat16", 4: "float32"}

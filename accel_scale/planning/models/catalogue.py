@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_scale.errors import ConfigError, first_line
+from accel_scale.facts.special_floats import read_config_json
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.traced import facts_of_any, shipped_facts
 
@@ -79,7 +80,7 @@ def is_on_hub(model: str) -> bool:
 
 def _facts_from_file(path: Path, *, name: str) -> ModelFacts:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_config_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = first_line(error)
         raise ConfigError(f"cannot read it: {reason}.", place=str(path), fix="give a config.json.") from None

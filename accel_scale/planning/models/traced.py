@@ -11,7 +11,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -22,11 +22,22 @@ from accel_scale.planning.models.model_facts import LayerFacts, LinearFacts, Mix
 from accel_scale.planning.models.training_setup import TrainingSetup
 
 _TRACER = "accel_scale.tracing.service"
+_HELPER = "accel_scale.tracing.helper"
 _VERSIONED = ("torch", "transformers", "peft", "accel-scale")
 # Incremented when what is cached or shipped changes.
 FORMAT = 8
 
 Document = dict[str, Any]
+
+
+class Helper(Protocol):
+    """The interface of `accel_scale.tracing.helper.Helper`."""
+
+    def share(self, calls: Sequence[Callable[[], object]]) -> None:
+        """Share calls whose results are asked for in this order."""
+
+    def result_of(self, index: int) -> object:
+        """The result of a shared call; None if it is to be made here."""
 
 
 class Tracer(Protocol):
@@ -52,6 +63,7 @@ def tracer() -> Tracer:
     """
     if sys.stderr.isatty():
         print("tracing the model's layers; kept for the next time …", file=sys.stderr, flush=True)
+    helper()
     try:
         return cast(Tracer, importlib.import_module(_TRACER))
     except ImportError as error:
@@ -60,6 +72,11 @@ def tracer() -> Tracer:
             place="model",
             fix=f"install them, or use one of {', '.join(MODEL_TYPES)}.",
         ) from None
+
+
+def helper() -> Helper | None:
+    """A second process for traces, where one is allowed; it is started by the first call."""
+    return cast("Helper | None", importlib.import_module(_HELPER).started(_TRACER))
 
 
 def facts_of_any(config: Mapping[str, object], *, name: str, place: str | None = None) -> ModelFacts:

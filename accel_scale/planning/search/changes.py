@@ -9,7 +9,8 @@ from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.optimizer_specs import LEAN_OPTIMIZERS
 from accel_scale.planning.cost.strategies import choices
 from accel_scale.planning.models.training_setup import TrainingSetup
-from accel_scale.planning.search.search import Request, memory_of, problem_of, time_of, why_not
+from accel_scale.planning.search.search import Request, memory_of, problem_of, time_of
+from accel_scale.planning.search.settings import why_not
 
 _ADAPTER_METHODS = tuple(name for name, facts in METHOD_FACTS.items() if facts.trains_adapters)
 

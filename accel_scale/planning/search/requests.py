@@ -25,6 +25,7 @@ from accel_scale.planning.search.recipe_choices import PLANNED_RECIPES, PlannedR
 from accel_scale.planning.search.request_strategy import degrees_of, methods_of, schedule_of, strategy_label
 from accel_scale.planning.search.request_words import one_of, share, whole
 from accel_scale.planning.search.search import Request, may_share
+from accel_scale.planning.search.settings import trace_ahead
 from accel_scale.planning.search.stacks import stack_named
 from accel_scale.planning.search.wish import SWITCHES, Wish
 from accel_scale.planning.tape.families import has_kernel
@@ -82,6 +83,7 @@ def build_request(wish: Wish, *, detect: Callable[[], hardware.Machine | None] |
             schedule=schedule_of(wish.pp_schedule, wish.pp_size),
             stack=wish.stack,
         )
+        trace_ahead(request)
         if not may_share(request):
             _check_batch(batch, machine.num_gpus, fixed.get("micro_batch_size"))
         return request

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.hardware import Machine
-from accel_scale.facts.loss_chunks import card_logits
-from accel_scale.facts.methods import METHOD_FACTS
-from accel_scale.facts.optimizer_specs import LEAN_OPTIMIZERS
 from accel_scale.planning.cost.memory import MemoryEstimate, predict_memory
-from accel_scale.planning.cost.strategies import ParallelChoice, choices, conflict
+from accel_scale.planning.cost.strategies import ParallelChoice, choices
 from accel_scale.planning.cost.timing import TimeEstimate, known_time, predict_time
 from accel_scale.planning.models.training_setup import TrainingSetup
-from accel_scale.planning.search.model_parallel import families, sharing_conflict
+from accel_scale.planning.search.model_parallel import families
 from accel_scale.planning.search.plan import Candidate, Plan, Rejection, Request
-from accel_scale.planning.search.stacks import stack_fields
+from accel_scale.planning.search.settings import open_choices, settings_of, why_not
 from accel_scale.planning.traced.steps import step_bytes
 from accel_scale.units import format_bytes
 
-__all__ = ["Candidate", "Plan", "Rejection", "Request", "may_share", "problem_of", "search", "time_of", "why_not"]
+__all__ = ["Candidate", "Plan", "Rejection", "Request", "may_share", "problem_of", "search", "time_of"]
 
 # Predicted times closer than this are a tie, won by the simpler setting.
 _TIE = 0.03
@@ -125,16 +122,13 @@ def _try(request: Request, options: Iterable[ParallelChoice]) -> tuple[list[Cand
     found: list[Candidate] = []
     rejected: list[Rejection] = []
     considered = 0
-    for choice in options:
-        if choice.label not in request.strategies if request.strategies else not choice.is_open:
-            continue
-        for method in request.methods:
-            best, rejection, count = _fastest(request, choice, method)
-            considered += count
-            if best is not None:
-                found.append(best)
-            else:
-                rejected.append(rejection)
+    for choice, method in open_choices(request, options):
+        best, rejection, count = _fastest(request, choice, method)
+        considered += count
+        if best is not None:
+            found.append(best)
+        else:
+            rejected.append(rejection)
     return found, rejected, considered
 
 
@@ -146,7 +140,7 @@ def _fastest(request: Request, choice: ParallelChoice, method: str) -> tuple[Can
         ranks = choice.parallel.data_parallel
         reason = f"{request.global_batch_size} sequences do not divide among {ranks} data-parallel ranks"
         return None, replace(rejection, reason=reason), 0
-    for sizes in _settings(request, choice, method):
+    for sizes in settings_of(request, choice, method):
         count += len(sizes)
         # Memory grows with the micro-batch: after the first that does not fit, none of the others can.
         for setup in sizes:
@@ -161,82 +155,6 @@ def _fastest(request: Request, choice: ParallelChoice, method: str) -> tuple[Can
             fitting.append(Candidate(choice, setup, memory, time_of(request, setup)))
     ranked = _rank(fitting)
     return (ranked[0] if ranked else None), rejection, count
-
-
-def why_not(setup: TrainingSetup, request: Request) -> str | None:
-    """Why the request's recipe cannot run this combination; None if it can."""
-    recipe = request.recipe
-    return recipe.why_not(setup) or conflict(setup, request.model) or sharing_conflict(setup, request.model, recipe)
-
-
-def _settings(request: Request, choice: ParallelChoice, method: str) -> Iterator[list[TrainingSetup]]:
-    """All settings of one strategy, leanest first, in lists that differ only in a growing micro-batch.
-
-    A micro-batch that is a rank's whole share has a separate list, because no gradients are kept from an earlier one.
-    Where FSDP2 would keep whole gradients, reducing them after every micro-batch is an option.
-    """
-    fixed = {**stack_fields(request.stack, method), **request.fixed}
-    per_rank = request.global_batch_size // choice.parallel.data_parallel
-    policies = (fixed.pop("checkpointing"),) if "checkpointing" in fixed else ("full", "selective", "none")
-    optimizers = (fixed.pop("optimizer"),) if "optimizer" in fixed else _optimizers(method, choice)
-    least = 2 if fixed.get("kl_rows") else 1
-    # A whole share that is too small stays, so that its reason is reported.
-    divisors = tuple(size for size in _divisors(per_rank) if size >= least or size == per_rank)
-    micro_batches = (fixed.pop("micro_batch_size"),) if "micro_batch_size" in fixed else divisors
-    micro_batches = tuple(size for size in micro_batches if size % request.recipe.rows_per_example == 0)
-    # All answers that a step is trained on are generated before it.
-    if (generation := fixed.pop("generation", None)) is not None:
-        generation = replace(generation, rows=generation.rows or per_rank)
-    reference = fixed.pop("reference_model", request.recipe.has_reference_model)
-    reference = reference and not METHOD_FACTS[method].trains_adapters
-    syncs = (fixed.pop("sync_each_batch"),) if "sync_each_batch" in fixed else _syncs(method, choice)
-    for policy in policies:
-        for optimizer in optimizers:
-            accumulating = [size for size in micro_batches if per_rank % size == 0 and size < per_rank]
-            at_once = [size for size in micro_batches if size == per_rank]
-            lists = [(accumulating, sync) for sync in syncs] + [(at_once, syncs[0])]
-            for sizes, sync_each_batch in lists:
-                yield [
-                    TrainingSetup(
-                        method=method,
-                        checkpointing=policy,
-                        optimizer=optimizer,
-                        micro_batch_size=size,
-                        accumulation=per_rank // size,
-                        sync_each_batch=sync_each_batch,
-                        sequence_length=request.sequence_length,
-                        chunk_logits=card_logits(request.machine.gpu.memory_bytes),
-                        parallel=choice.parallel,
-                        reference_model=reference,
-                        generation=generation,
-                        **fixed,
-                    )
-                    for size in sizes
-                ]
-
-
-def _optimizers(method: str, choice: ParallelChoice) -> tuple[str, ...]:
-    """Optimizers to choose from; 8-bit states do not support shared weights.
-
-    States of adapters are small, but on one GPU 8-bit states may make room for a larger micro-batch, as DeepSpeed's
-    offload does. bitsandbytes does not page states as small as an adapter's.
-    """
-    if choice.parallel.is_divided:
-        return LEAN_OPTIMIZERS[:1]
-    if METHOD_FACTS[method].trains_adapters:
-        return LEAN_OPTIMIZERS[: 2 if choice.parallel.kind.is_single else 1]
-    return LEAN_OPTIMIZERS
-
-
-def _syncs(method: str, choice: ParallelChoice) -> tuple[bool, ...]:
-    """Values of `sync_each_batch` to try; whole gradients of adapters are too small to matter."""
-    parallel = choice.parallel
-    return (False, True) if not METHOD_FACTS[method].trains_adapters and parallel.can_sync_each_batch else (False,)
-
-
-def _divisors(per_rank: int) -> tuple[int, ...]:
-    """Powers of two, up to 64, that divide a rank's share of the batch."""
-    return tuple(size for size in (1, 2, 4, 8, 16, 32, 64) if per_rank % size == 0)
 
 
 def problem_of(machine: Machine, setup: TrainingSetup, memory: MemoryEstimate) -> str | None:

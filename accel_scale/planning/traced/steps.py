@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import cast
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.checkpointing import SEGMENTS, kind_of
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.parameters import parameter_groups
-from accel_scale.planning.models.traced import Document, read_trace, shipped_fits, tracer, write_trace
+from accel_scale.planning.models.traced import Document, helper, read_trace, shipped_fits, tracer, write_trace
 from accel_scale.planning.models.training_setup import TrainingSetup, check_policy, period_of
 from accel_scale.planning.tape import activations
 from accel_scale.planning.tape.activations import StepBytes
@@ -153,11 +155,41 @@ def fit_of(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: b
     is_exact = _EXACT in known and "segments" not in known.get(key, {})
     fit = known.get(exact if is_exact else key, {})
     if "segments" not in fit:
-        fit = tracer().traced_fit(model, setup, is_cuda=is_cuda, is_tracked=is_tracked, is_exact=is_exact)
+        fit = _shared_fit(text, key, setup.sequence_length)
+        if fit is None:
+            fit = tracer().traced_fit(model, setup, is_cuda=is_cuda, is_tracked=is_tracked, is_exact=is_exact)
         new = {_EXACT: {}, exact: fit} if fit["exact"] else {key: fit}
         known |= new
         write_trace(text, {"fits": {**read_trace(text).get("fits", {}), **new}})
     return fit
+
+
+# By a model's config and a fit's key: the number of the call that makes it, and the length.
+_shared: dict[tuple[str, str], tuple[int, int]] = {}
+
+
+def share_traces(model: ModelFacts, setups: Iterable[TrainingSetup], *, is_cuda: bool) -> None:
+    """Let a second process, if one is allowed, make some of the traces that these setups need."""
+    text = model.traced_config
+    known = _known(text)
+    missing: dict[str, TrainingSetup] = {}
+    for setup in setups:
+        if (key := _key(model, setup, is_cuda, False)) not in known:
+            missing.setdefault(key, setup)
+    if len(missing) < 2 or _EXACT in known or _shared or (second := helper()) is None:
+        return
+    options = {"is_cuda": is_cuda, "is_tracked": False, "is_exact": False}
+    second.share([functools.partial(tracer().traced_fit, model, setup, **options) for setup in missing.values()])
+    for index, (key, setup) in enumerate(missing.items()):
+        _shared[text, key] = index, setup.sequence_length
+
+
+def _shared_fit(text: str, key: str, length: int) -> Document | None:
+    """A fit that the second process has made or makes; None if it is to be made here."""
+    index, its_length = _shared.pop((text, key), (-1, 0))
+    second = helper() if index >= 0 else None
+    fit = cast("Document | None", second.result_of(index) if second is not None else None)
+    return fit if fit is not None and (not fit["exact"] or its_length == length) else None
 
 
 @functools.lru_cache(maxsize=16)

@@ -1,0 +1,140 @@
+"""Results of operations on fake tensors, computed once for operands of the same shapes.
+
+torch's own cache of fake results spends most of a run on its keys, which cover much that cannot occur here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+_CPU = torch.device("cpu")
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+Key = tuple[object, ...]
+
+
+class _Special(Exception):
+    """An operand or a result is more than shapes, such as a tensor with values."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """How to make a tensor without the operation.
+
+    Attributes:
+        operand: Index of the tensor operand that is the result, or whose memory it views; None if its memory is new.
+        is_operand: Whether the result is that operand.
+    """
+
+    operand: int | None
+    is_operand: bool
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    def again(self, operands: Sequence[FakeTensor], mode: FakeTensorMode) -> FakeTensor:
+        if self.operand is not None and self.is_operand:
+            return operands[self.operand]
+        with torch._C._DisableTorchDispatch():
+            made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+            if self.operand is not None:
+                storage = operands[self.operand].untyped_storage()
+                made.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
+        return FakeTensor(mode, made, _CPU)
+
+
+_known: dict[Key, _Made | tuple[_Made, ...]] = {}
+# Most results that are known at once: some models' worth, in about 50 MB.
+_MOST = 100_000
+
+
+def computed(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], mode: FakeTensorMode) -> object:
+    """The result of `func`, from an earlier one with operands of the same shapes if there is one."""
+    if not _depends_on_shapes(func):
+        return func(*args, **kwargs)
+    try:
+        key = (func, *map(_part, args), *((name, _part(value)) for name, value in kwargs.items()))
+    except _Special:
+        return func(*args, **kwargs)
+    known = _known.get(key)
+    if known is None:
+        result = func(*args, **kwargs)
+        if len(_known) >= _MOST:
+            _known.clear()
+        try:
+            operands = list(_tensors(args))
+            if isinstance(result, (tuple, list)):
+                _known[key] = tuple(_how_made(each, operands) for each in result)
+            else:
+                _known[key] = _how_made(result, operands)
+        except _Special:
+            pass
+        return result
+    operands = list(_tensors(args))
+    if isinstance(known, tuple):
+        return tuple(each.again(operands, mode) for each in known)
+    return known.again(operands, mode)
+
+
+@functools.cache
+def _depends_on_shapes(func: OpOverload) -> bool:
+    """True for torch's operations, except those that change an operand's shape."""
+    return (
+        isinstance(func, OpOverload)
+        and func.namespace in ("aten", "prims")
+        and torch.Tag.inplace_view not in func.tags
+    )
+
+
+def _part(value: object) -> object:
+    """The part of a key that stands for an operand.
+
+    Raises:
+        _Special: if it is more than shapes and plain values.
+    """
+    if isinstance(value, torch.Tensor):
+        if not isinstance(value, FakeTensor) or value.constant is not None or value.fake_device != _CPU:
+            raise _Special
+        return value.shape, value.stride(), value.storage_offset(), value.dtype
+    if isinstance(value, _PLAIN):
+        return type(value), value  # 1, 1.0 and True are equal
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_part, value))
+    raise _Special
+
+
+def _tensors(values: Sequence[object]) -> Iterator[FakeTensor]:
+    for value in values:
+        if isinstance(value, FakeTensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _how_made(result: object, operands: Sequence[FakeTensor]) -> _Made:
+    """How to make `result` from `operands`.
+
+    Raises:
+        _Special: if more than its shape would be needed.
+    """
+    if type(result) is not FakeTensor or result.constant is not None or result.fake_device != _CPU:
+        raise _Special
+    if result.layout is not torch.strided or result.is_conj() or result.is_neg():
+        raise _Special
+    shape = tuple(result.shape), result.stride(), int(result.storage_offset()), result.dtype
+    storage = result.untyped_storage()
+    for is_operand in (True, False):
+        for index, operand in enumerate(operands):
+            if operand is result if is_operand else operand.untyped_storage() is storage:
+                return _Made(index, is_operand, *shape)
+    with torch._C._DisableTorchDispatch():
+        bare = torch.empty_strided(*shape[:2], dtype=result.dtype, device="meta")
+    if result.storage_offset() or storage.nbytes() != bare.untyped_storage().nbytes():
+        raise _Special
+    return _Made(None, False, *shape)
