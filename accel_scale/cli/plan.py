@@ -68,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan; returns 1 if nothing fits."""
     import gc
 
+    from accel_scale.planning.traced.fits import end_progress
+
     # Hundreds of thousands of sizes are freed by reference counting: collecting cycles would take a tenth of the time.
     collects = gc.isenabled()
     gc.disable()
@@ -75,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
         with helper.allowed():
             return _run(args)
     finally:
+        end_progress()
         if collects:
             gc.enable()
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.traced import Document
 from accel_scale.planning.models.training_setup import TrainingSetup
+from accel_scale.planning.traced.fits import windows_of
 from accel_scale.planning.traced.polynomials import Point, Polynomial, interpolated, value_of
-from accel_scale.planning.traced.steps import windows_of
 from accel_scale.tracing.alignment import Run, are_alike, by_event, by_loop, by_row
 from accel_scale.tracing.step import FakeStep
 

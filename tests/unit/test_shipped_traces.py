@@ -23,7 +23,8 @@ from accel_scale.planning.models.catalogue import catalogue_names, load_model_fa
 from accel_scale.planning.models.traced import FORMAT, read_trace, shipped_fits, shipped_path
 from accel_scale.planning.models.training_setup import LoraSetup, TrainingSetup
 from accel_scale.planning.search.api import plan
-from accel_scale.planning.traced.steps import _key, _known, marks_of
+from accel_scale.planning.traced.fits import _key, _known
+from accel_scale.planning.traced.steps import marks_of
 from accel_scale.tracing.service import traced_fit
 
 # Six kinds of layers with 20,000 allocations: several minutes for each way of training.
@@ -41,7 +42,7 @@ def test_a_usual_plan_of_the_catalogue_needs_no_trace(
         raise AssertionError("a trace is taken")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("accel_scale.planning.traced.steps.tracer", refuse)
+    monkeypatch.setattr("accel_scale.planning.traced.fits.tracer", refuse)
     for num_gpus in (1, 8):
         found = plan(name, method=method, num_gpus=num_gpus, **USUAL)
         assert found.candidates or found.rejections
@@ -80,7 +81,7 @@ def write(names: Sequence[str]) -> None:
         text = load_model_facts(name).traced_config
         with tempfile.TemporaryDirectory() as cache, pytest.MonkeyPatch.context() as patch:
             patch.setenv("XDG_CACHE_HOME", cache)
-            patch.setattr("accel_scale.planning.traced.steps.shipped_fits", lambda text: {})
+            patch.setattr("accel_scale.planning.traced.fits.shipped_fits", lambda text: {})
             _known.cache_clear()
             for method in ("full", "lora", "qlora"):
                 for num_gpus in (1, 8):

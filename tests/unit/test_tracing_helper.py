@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
+import re
+import select
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -216,3 +222,28 @@ def test_a_plan_by_two_processes_is_that_of_one(tmp_path: Path) -> None:
         assert not is_alone or num_taken == 0
         shown.append(done.stdout)
     assert shown[0] == shown[1]
+
+
+@pytest.mark.slow
+def test_a_terminal_gets_a_bar_that_is_gone_at_the_end(tmp_path: Path) -> None:
+    AutoConfig.for_model("ernie4_5", **SMALL).save_pretrained(tmp_path / "model")
+    parent, child = pty.openpty()
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+    script = f"from accel_scale.cli.main import main; main(['plan', {str(tmp_path / 'model')!r}, '--gpu', '24GiB'])"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    shown = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            stdout=subprocess.PIPE,
+            stderr=child,
+            text=True,
+            env=environment,
+            check=True,
+        )
+        assert "one GPU" in done.stdout
+        shown.append(os.read(parent, 65536).decode() if select.select([parent], [], [], 0.1)[0] else "")
+    first, second = shown
+    assert re.search(r"\| 0/\d settings", first)
+    assert first.split("\r")[-2].strip() == "", "the bar's line is cleared"
+    assert second == "", "nothing is traced again"

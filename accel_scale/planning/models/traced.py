@@ -61,8 +61,6 @@ def tracer() -> Tracer:
     Raises:
         ConfigError: if they are not installed.
     """
-    if sys.stderr.isatty():
-        print("tracing the model's layers; kept for the next time …", file=sys.stderr, flush=True)
     helper()
     try:
         return cast(Tracer, importlib.import_module(_TRACER))
@@ -95,6 +93,8 @@ def facts_of_any(config: Mapping[str, object], *, name: str, place: str | None =
     document = read_trace(text)
     if "facts" in document:
         return _facts_from(document["facts"], name=name, text=text)
+    if sys.stderr.isatty():
+        print("reading the model's class …", file=sys.stderr, flush=True)
     facts = tracer().facts_of(json.loads(text), name=name, place=place or name)
     write_trace(text, {"facts": as_stored(facts)})
     return facts

@@ -16,6 +16,7 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.search.model_parallel import families
 from accel_scale.planning.search.plan import Candidate, Plan, Rejection, Request
 from accel_scale.planning.search.settings import open_choices, settings_of, why_not
+from accel_scale.planning.traced.fits import end_progress
 from accel_scale.planning.traced.steps import step_bytes
 from accel_scale.units import format_bytes
 
@@ -115,6 +116,7 @@ def _has_long_rows(request: Request) -> bool:
 
 
 def _plan(request: Request, found: list[Candidate], rejected: list[Rejection], considered: int) -> Plan:
+    end_progress()
     return Plan(request, tuple(_rank(found)), tuple(rejected), considered)
 
 

@@ -14,7 +14,7 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.search.model_parallel import sharing_conflict
 from accel_scale.planning.search.plan import Request
 from accel_scale.planning.search.stacks import stack_fields
-from accel_scale.planning.traced.steps import share_traces
+from accel_scale.planning.traced.fits import share_traces
 
 
 def open_choices(request: Request, options: Iterable[ParallelChoice]) -> Iterator[tuple[ParallelChoice, str]]:

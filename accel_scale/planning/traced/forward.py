@@ -11,7 +11,8 @@ from accel_scale.planning.tape.activations import ShadowModel, walked_layers
 from accel_scale.planning.tape.ops import FP32, Ops
 from accel_scale.planning.tape.tape import Tape
 from accel_scale.planning.tape.tensors import Tensor
-from accel_scale.planning.traced.steps import fit_of, given_tensor, marks_of, traced_loss
+from accel_scale.planning.traced.fits import fit_of
+from accel_scale.planning.traced.steps import given_tensor, marks_of, traced_loss
 
 # fp32 copies of a step's logits while a token is drawn: the model's output, `generate`'s copy, their probabilities,
 # and the random numbers of `torch.multinomial`.

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import cast
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.checkpointing import SEGMENTS, kind_of
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.parameters import parameter_groups
-from accel_scale.planning.models.traced import Document, helper, read_trace, shipped_fits, tracer, write_trace
+from accel_scale.planning.models.traced import Document
 from accel_scale.planning.models.training_setup import TrainingSetup, check_policy, period_of
 from accel_scale.planning.tape import activations
 from accel_scale.planning.tape.activations import StepBytes
@@ -22,13 +19,8 @@ from accel_scale.planning.tape.linears import Weights
 from accel_scale.planning.tape.ops import Ops
 from accel_scale.planning.tape.tape import Tape
 from accel_scale.planning.tape.tensors import Parameter, Tensor
+from accel_scale.planning.traced.fits import fit_of
 from accel_scale.planning.traced.polynomials import value_of
-
-_WINDOWS = (
-    "sliding_window", "attention_chunk_size", "window_size", "local_attention", "index_topk", "indexer_budget"
-)  # fmt: skip
-# Key in a model's fits: some setting has no fit for all lengths, so that each length has its own.
-_EXACT = "exact"
 
 
 def step_bytes(
@@ -144,80 +136,6 @@ def traced_loss(ops: Ops, model: ModelFacts, setup: TrainingSetup, fit: Document
     bias = weights.base("lm_head.bias", model.vocab_size) if model.head_bias else None
     family = replace(FAMILIES["llama"], scales_logits="scaled" in model.layer_variant)
     return Head(ops, model, family, setup, weight, bias)(x)
-
-
-def fit_of(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bool) -> Document:
-    """The fit from the files, or by a new trace. If no fit holds for every length, each length has its own."""
-    text, key = model.traced_config, _key(model, setup, is_cuda, is_tracked)
-    known = _known(text)
-    exact = f"{key} x{setup.sequence_length}"
-    # If one setting's tensors follow no polynomial, looking for one in the others costs more than it may save.
-    is_exact = _EXACT in known and "segments" not in known.get(key, {})
-    fit = known.get(exact if is_exact else key, {})
-    if "segments" not in fit:
-        fit = _shared_fit(text, key, setup.sequence_length)
-        if fit is None:
-            fit = tracer().traced_fit(model, setup, is_cuda=is_cuda, is_tracked=is_tracked, is_exact=is_exact)
-        new = {_EXACT: {}, exact: fit} if fit["exact"] else {key: fit}
-        known |= new
-        write_trace(text, {"fits": {**read_trace(text).get("fits", {}), **new}})
-    return fit
-
-
-# By a model's config and a fit's key: the number of the call that makes it, and the length.
-_shared: dict[tuple[str, str], tuple[int, int]] = {}
-
-
-def share_traces(model: ModelFacts, setups: Iterable[TrainingSetup], *, is_cuda: bool) -> None:
-    """Let a second process, if one is allowed, make some of the traces that these setups need."""
-    text = model.traced_config
-    known = _known(text)
-    missing: dict[str, TrainingSetup] = {}
-    for setup in setups:
-        if (key := _key(model, setup, is_cuda, False)) not in known:
-            missing.setdefault(key, setup)
-    if len(missing) < 2 or _EXACT in known or _shared or (second := helper()) is None:
-        return
-    options = {"is_cuda": is_cuda, "is_tracked": False, "is_exact": False}
-    second.share([functools.partial(tracer().traced_fit, model, setup, **options) for setup in missing.values()])
-    for index, (key, setup) in enumerate(missing.items()):
-        _shared[text, key] = index, setup.sequence_length
-
-
-def _shared_fit(text: str, key: str, length: int) -> Document | None:
-    """A fit that the second process has made or makes; None if it is to be made here."""
-    index, its_length = _shared.pop((text, key), (-1, 0))
-    second = helper() if index >= 0 else None
-    fit = cast("Document | None", second.result_of(index) if second is not None else None)
-    return fit if fit is not None and (not fit["exact"] or its_length == length) else None
-
-
-@functools.lru_cache(maxsize=16)
-def _known(text: str) -> Document:
-    """Fits of a model that ship with the package or are cached, read once."""
-    return {**shipped_fits(text), **read_trace(text).get("fits", {})}
-
-
-def _key(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bool) -> str:
-    """A key of everything that a trace depends on."""
-    parts: list[object] = [setup.checkpointing if setup.checkpointing != "offload" else "full", is_tracked]
-    parts += [setup.trained_bytes, setup.frozen_bytes if setup.trains_adapters else 0]
-    parts += [setup.compute_bytes if setup.autocast else 0, is_cuda and setup.autocast]
-    parts += [setup.attention == "eager", setup.is_padded, model.num_scores > 0]
-    parts += [sum(setup.sequence_length > window for window in windows_of(model.traced_config))]
-    if setup.trains_adapters:
-        lora = setup.lora
-        parts += [setup.quantises_base, lora.rank, lora.targets, lora.dora, lora.full_modules, lora.dropout > 0]
-    return json.dumps(parts)
-
-
-@functools.lru_cache(maxsize=16)
-def windows_of(text: str) -> tuple[int, ...]:
-    """Lengths beyond which a config's model attends differently."""
-    config = json.loads(text)
-    parts = [config, *(value for value in config.values() if isinstance(value, dict))]
-    found = {part[name] for part in parts for name in _WINDOWS if isinstance(part.get(name), int)}
-    return tuple(sorted(found))
 
 
 def division_conflict(model: ModelFacts, setup: TrainingSetup) -> str | None:
