@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -40,8 +41,21 @@ class Skeleton:
     patch_size: int = 1
 
     def kinds(self) -> list[Kind]:
-        """Kind of each layer, by its modules and their shapes and settings."""
-        return [_kind(layer) for layer in self.layers] if self.layers is not None else []
+        """Kind of each layer: its modules, their shapes and settings, and which weights it shares with others.
+
+        The first layer that uses a shared weight casts it for autocast, and the last one allocates its gradient.
+        """
+        layers = list(self.layers or [])
+        users: dict[int, list[int]] = {}
+        for index, layer in enumerate(layers):
+            for parameter in layer.parameters():
+                users.setdefault(id(parameter), []).append(index)
+
+        def shared(index: int) -> Kind:
+            found = ((name, users[id(parameter)]) for name, parameter in layers[index].named_parameters())
+            return tuple((name, used[0] == index, used[-1] == index) for name, used in found if len(used) > 1)
+
+        return [(_kind(layer), shared(index)) for index, layer in enumerate(layers)]
 
     def keep(self, chosen: list[int], *, counts_all: bool = False) -> None:
         """Keep only the layers `chosen`, in order, and adapt configuration lists with one entry per layer.
@@ -54,6 +68,8 @@ class Skeleton:
         kept = [self.layers[index] for index in chosen]
         del self.layers[:]
         self.layers.extend(kept)
+        for place, (index, layer) in enumerate(zip(chosen, kept, strict=True)):
+            layer.register_forward_pre_hook(functools.partial(_tell_place, place, index), with_kwargs=True)
         # Parts of a multimodal model have configurations of their own.
         configs = {id(module.config): module.config for module in self.model.modules() if hasattr(module, "config")}
         for config in configs.values():
@@ -117,6 +133,14 @@ def not_built(model_type: str, place: str, error: Exception) -> ConfigError:
         place=place,
         fix=f"{hint}give a config.json that the installed transformers builds a causal language model from.",
     )
+
+
+def _tell_place(
+    place: int, index: int, layer: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Give a layer that is told its place in the model the one that it had before others were removed (Zamba2)."""
+    told = {name: index for name in _POSITIONS if name in kwargs}
+    return tuple(index if type(value) is int and value == place else value for value in args), {**kwargs, **told}
 
 
 def _assume_patches(model: PreTrainedModel) -> int:

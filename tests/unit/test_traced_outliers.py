@@ -91,3 +91,35 @@ def test_what_is_recomputed_has_cudas_kernels_too(policy: str) -> None:
         for name in ("none", policy)
     )
     assert again.saved_bytes < kept.saved_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["zamba", "zamba2"])
+@pytest.mark.parametrize("precision", ["bf16", "bf16_true"])
+def test_weights_that_layers_share_are_cast_and_have_gradients_once(model_type: str, precision: str) -> None:
+    """Few layers stand for all: what both passes leave is what they leave in the whole model."""
+    from transformers import AutoConfig
+
+    from accel_scale.planning.models.training_setup import TrainingSetup
+    from accel_scale.tracing.service import facts_of
+    from accel_scale.tracing.step import FakeStep
+
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 30, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "vocab_size": 128, "mamba_d_state": 8, "mamba_headdim": 16,
+    }  # fmt: skip
+    sizes["n_mamba_heads"] = 2 if model_type == "zamba" else 8
+    kinds = AutoConfig.for_model(model_type).layer_types[:30]
+    config = AutoConfig.for_model(model_type, **sizes, layer_types=kinds).to_dict()
+    facts = facts_of(json.loads(json.dumps(config, default=str)), name=model_type, place="here")
+    setup = TrainingSetup(precision=precision, checkpointing="none", packing=False, sequence_length=64)
+    left = []
+    for layers in ("few", "all"):
+        step = FakeStep(facts, setup, is_cuda=True, is_tracked=False, layers=layers)
+        nets = {name: sum(events) for name, events in step.run(2, 8).items()}
+        forward, backward = (
+            sum(nets[f"{way} {index}"] for index in step.stands_for) for way in ("forward", "backward")
+        )
+        left.append((forward, forward + backward))
+    assert len(step.stands_for) == 30
+    assert left[0] == pytest.approx(left[1], rel=0.005)
