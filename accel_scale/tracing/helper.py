@@ -20,7 +20,7 @@ _MOST = 128
 Call = Callable[[], object]
 
 
-class Helper:
+class SecondProcess:
     """A forked process that imports a module, then makes calls from the end of a list.
 
     It is forked before torch is imported, because torch's threads would not survive it.
@@ -94,7 +94,7 @@ class Helper:
 
 class _State:
     is_allowed = False
-    helper: Helper | None = None
+    helper: SecondProcess | None = None
 
 
 @contextlib.contextmanager
@@ -110,8 +110,8 @@ def allowed() -> Iterator[None]:
             _State.helper = None
 
 
-def started(module: str) -> Helper | None:
+def started(module: str) -> SecondProcess | None:
     """The helper, started if one is allowed and it is not too late; it imports `module`."""
     if _State.is_allowed and _State.helper is None and "torch" not in sys.modules:
-        _State.helper = Helper(module)
+        _State.helper = SecondProcess(module)
     return _State.helper

@@ -158,13 +158,13 @@ SHARE = """
 PLAN = """
 import os, sys
 from accel_scale.cli.main import main
-from accel_scale.tracing.helper import Helper
-taken, result_of = [], Helper.result_of
+from accel_scale.tracing.helper import SecondProcess
+taken, result_of = [], SecondProcess.result_of
 def counted(self, index):
     result = result_of(self, index)
     taken.append(result is not None)
     return result
-Helper.result_of = counted
+SecondProcess.result_of = counted
 if ALONE:
     os.sched_getaffinity = lambda process: {0}
 status = main(["plan", MODEL, "--gpu", "24GiB", "--method", "auto", "--max_length", "512"])

@@ -31,7 +31,7 @@ Document = dict[str, Any]
 
 
 class Helper(Protocol):
-    """The interface of `accel_scale.tracing.helper.Helper`."""
+    """The interface of `accel_scale.tracing.helper.SecondProcess`."""
 
     def share(self, calls: Sequence[Callable[[], object]]) -> None:
         """Share calls whose results are asked for in this order."""
