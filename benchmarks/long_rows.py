@@ -16,7 +16,7 @@ from pathlib import Path
 from accel_scale.planning.models.catalogue import load_model_facts
 from accel_scale.planning.models.model_config import facts_from_config
 from accel_scale.planning.models.training_setup import LoraSetup, TrainingSetup
-from accel_scale.planning.search.longest import longest_rows
+from accel_scale.planning.search.questions import longest_rows
 from accel_scale.planning.search.requests import build_request
 from accel_scale.planning.search.wish import Wish
 from accel_scale.planning.tape.activations import step_bytes

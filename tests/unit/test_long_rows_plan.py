@@ -17,7 +17,7 @@ from accel_scale.planning.cost.memory import predict_memory
 from accel_scale.planning.models.catalogue import load_model_facts
 from accel_scale.planning.models.training_setup import LoraSetup, TrainingSetup
 from accel_scale.planning.search.changes import as_flag, cheapest_changes
-from accel_scale.planning.search.longest import STEP, longest_rows
+from accel_scale.planning.search.questions import STEP, longest_rows
 from accel_scale.planning.search.requests import build_request
 from accel_scale.planning.search.wish import Wish
 from accel_scale.recipe_specs.trl import SFT
