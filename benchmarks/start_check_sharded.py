@@ -16,11 +16,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from accel_scale.errors import ConfigError, first_line
 from accel_scale.modeling.fsdp2_preparation import modules_that_share
 from accel_scale.optimization.fast_loss import add_fast_lm_head
+from accel_scale.optimization.labelled_tokens import skip_unlabelled
 from accel_scale.start_check import PlannedRun, Verdict, check_start
 from accel_scale.start_check.flash_on_cpu import attention_on_cpu
-from accel_scale.start_check.steps import Step, difference, same_draws, take_step
+from accel_scale.start_check.steps import Step, difference, loader_loss, same_draws, take_step
 from accel_scale.start_check.twin import undisturbed
-from accel_scale.start_check.twin_check import TwinCheck, loader_loss
+from accel_scale.start_check.twin_check import TwinCheck
 
 
 def process_group() -> None:
@@ -79,6 +80,7 @@ def _sharded(run: PlannedRun, verdict: Verdict) -> str | None:
             check.logits = check.model(**inputs, use_cache=False).logits
         check.refuse_leak()
         add_fast_lm_head(check.base, from_logits=verdict.loss_from_logits)
+        skip_unlabelled(check.base, verdict.skips_unlabelled)
         gap = difference(_sharded_step(check), own)
         return None if gap.is_small else str(gap)
 

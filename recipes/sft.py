@@ -105,7 +105,12 @@ def make_trainer(run: TrainerRun) -> ScaleSFTTrainer:
         args.chat_template_path = None  # the tokenizer already has it, with an end of turn if that was missing
     model = load_run_model(run, args)
     options = trainer_options(run, args, model)
-    trainer = ScaleSFTTrainer(**options, sp_size=run.sp_size, loss_from_logits=run.checked.loss_from_logits)
+    trainer = ScaleSFTTrainer(
+        **options,
+        sp_size=run.sp_size,
+        loss_from_logits=run.checked.loss_from_logits,
+        skips_unlabelled=run.checked.skips_unlabelled,
+    )
     settle_trainer(run, trainer, stop_token)
     return trainer
 

@@ -13,24 +13,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import functional as F
 from transformers.utils import ModelOutput
 
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.attention import with_document_lengths
 from accel_scale.modeling.packed_mask import known_documents
 from accel_scale.modeling.packing.row_facts import ROW_FACTS, Counting, RowFacts
-from accel_scale.optimization.loss import (
-    IGNORED_LABEL,
-    at_least_one,
-    chunked_cross_entropy,
-    count_loss_tokens,
-    default_chunk_size,
-    gathered_head,
-    on_device,
-)
+from accel_scale.optimization.head_loss import head_loss, logits_loss
+from accel_scale.optimization.labelled_tokens import only_labelled, skip_unlabelled
+from accel_scale.optimization.loss import count_loss_tokens, on_device
 from accel_scale.optimization.router_loss import forward_with_router
-from accel_scale.optimization.vocabulary_parallel import held_head
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,7 +76,8 @@ def add_fast_lm_head(model: Any, *, from_logits: bool = False) -> None:
         # Llama 4's backbone has another name than its class says.
         known = {} if facts is None else {"num_labels": facts.num_labels}
         backbone = self.base_model if self.base_model is not self else self.model
-        with known_documents(facts):
+        num_selected = None if self._loss_from_logits else known.get("num_labels")
+        with known_documents(facts), only_labelled(self, labels, num_selected):
             if self._loss_from_logits:
                 outputs = previous(*args, **kwargs, **({"output_router_logits": True} if router_loss else {}))
                 hidden, aux_loss = None, outputs.aux_loss if router_loss else None
@@ -101,55 +94,6 @@ def add_fast_lm_head(model: Any, *, from_logits: bool = False) -> None:
 
     model.forward = types.MethodType(forward, model)
     model._has_fast_lm_head = True
-
-
-def head_loss(model: Any, hidden: torch.Tensor, labels: torch.Tensor, **options: Any) -> Any:
-    """Apply `chunked_cross_entropy` to final hidden states (batch, length, hidden size) with the head of `model`.
-
-    Args:
-        model: Supplies its output embeddings and configuration; its forward is not called.
-        options: Options of `chunked_cross_entropy`.
-    """
-    # Looked up at each call, because FSDP2 and PEFT replace modules.
-    head = model.get_output_embeddings()
-    weight, bias, vocabulary = held_head(head.weight, getattr(head, "bias", None))
-    softcap, logit_scale = head_transform(model.config)
-    transform = {"bias": bias, "softcap": softcap, "logit_scale": logit_scale, "vocabulary": vocabulary}
-    with gathered_head(weight, bias):
-        hidden, labels = hidden.to(weight.device), labels.to(weight.device)
-        is_long = getattr(model, "_has_long_rows", False)
-        size = default_chunk_size(weight.shape[0], weight.device, is_trained=weight.requires_grad, long_rows=is_long)
-        return chunked_cross_entropy(hidden, weight, labels, chunk_size=size, **transform, **options)
-
-
-def logits_loss(
-    logits: torch.Tensor, labels: torch.Tensor, *, num_items: Any = None, shift: bool = True, return_num_correct: bool
-) -> Any:
-    """The result of `chunked_cross_entropy`, from existing logits (batch, length, vocabulary)."""
-    labels = labels.to(logits.device)
-    if shift:
-        logits, labels = logits[..., :-1, :], labels[..., 1:]
-    logits, labels = logits.flatten(0, -2).float(), labels.flatten()
-    total = F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
-    is_labelled = labels.ne(IGNORED_LABEL)
-    loss = total / at_least_one(is_labelled.sum() if num_items is None else num_items, total.device)
-    return (loss, (logits.argmax(-1).eq(labels) & is_labelled).sum()) if return_num_correct else loss
-
-
-def head_transform(config: Any) -> tuple[float | None, float]:
-    """The (softcap, factor) that a model's own forward applies to its logits, under the names used by configurations.
-
-    Cohere has `logit_scale`, Muse `output_multiplier`, Falcon-H1 `lm_head_multiplier`; Granite and MiniCPM divide by
-    `logits_scaling`, HyperCLOVA X multiplies by it; Gemma caps by `final_logit_softcapping`.
-    """
-    text_config = config.get_text_config()
-    scale = None
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        scale = getattr(text_config, name, None) if scale is None else scale
-    scaling = getattr(text_config, "logits_scaling", None)
-    if scale is None and scaling is not None:
-        scale = scaling if text_config.model_type == "hyperclovax" else 1 / scaling
-    return getattr(text_config, "final_logit_softcapping", None), 1.0 if scale is None else scale
 
 
 def tell_zero3(model: Any) -> None:
@@ -179,6 +123,7 @@ class FastLossMixin:
 
     log_token_accuracy: bool = False
     loss_from_logits: bool = False
+    skips_unlabelled: bool = False
     sp_size: int = 1
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -199,6 +144,7 @@ class FastLossMixin:
         self._new_tokens: Any = 0
         if self._fast_loss_covers_run and not trainer.args.torch_compile:
             trainer.data_collator = Counting(trainer.data_collator)
+            skip_unlabelled(base, self.skips_unlabelled and trainer._tp_size == 1)
 
     def _covers_run(self) -> bool:
         trainer: Any = self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from accel_scale.errors import ConfigError
 
@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
     from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
     from accel_scale.start_check.rows import RowKind
+
+# What the recipe's loss is computed from: last hidden states, with the last MLP for labelled tokens only or for all
+# tokens, or the model's own logits.
+Head = Literal["labelled", "all", "logits"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Verdict:
     Attributes:
         attention: The implementation to load the model with.
         loss_from_logits: Whether the loss must use the model's own logits because its head is more than a product.
+        skips_unlabelled: Whether the last layer's MLP may be computed for labelled tokens only.
         untrained: Names in the twin of trainable weights that no gradient reaches.
         exclude_modules: Names of modules whose adapters would never train.
         notes: Notes for the user, one line each.
@@ -73,6 +78,7 @@ class Verdict:
 
     attention: str
     loss_from_logits: bool = False
+    skips_unlabelled: bool = False
     untrained: tuple[str, ...] = ()
     exclude_modules: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from accel_scale.start_check.plan import Head
     from accel_scale.start_check.steps import LossOf, Step
 
 
@@ -42,10 +43,10 @@ class RewardTwinCheck(TwinCheck):
         """Nothing to check: rows that see each other are already refused, and a score may depend on its whole row."""
 
     @property
-    def heads(self) -> tuple[bool, ...]:
-        return (False,)
+    def heads(self) -> tuple[Head, ...]:
+        return ("all",)
 
-    def add_head(self, from_logits: bool) -> None:
+    def add_head(self, head: Head) -> None:
         """Nothing to add: TRL's loss uses the model's own scores."""
 
     @property

@@ -84,8 +84,8 @@ def _trl_batch(
     examples = []
     for row, parts in zip(rows, lengths, strict=True):
         ids = row.tolist()
-        # A prompt without loss, as in most data sets.
-        example = {"input_ids": ids, "labels": [-100, -100, -100, *ids[3:]]}
+        # A prompt without loss, as in most data sets, of a third of the row.
+        example = {"input_ids": ids, "labels": [-100] * 8 + ids[8:]}
         if padding_free:
             example["seq_lengths"] = list(parts)
         examples.append(example)

@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_scale.modeling.packing.row_facts import ROW_FACTS, RowFacts
+from accel_scale.optimization.loss import count_loss_tokens
+from accel_scale.optimization.router_loss import router_coefficient
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -123,3 +127,21 @@ def _without_expert(name: str) -> str:
     return ".".join(
         "*" if i and part.isdigit() and "experts" in parts[i - 1] else part for i, part in enumerate(parts)
     )
+
+
+def recipe_loss(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """The loss of both recipes: the sum over labelled tokens ÷ their number in the global batch."""
+    num_items, coefficient = count_loss_tokens(inputs["labels"]), router_coefficient(model.config)
+    outputs = model(**inputs, num_items_in_batch=num_items, fast_lm_head=True, router_loss=bool(coefficient))
+    return outputs.loss + coefficient * outputs.aux_loss if coefficient else outputs.loss  # type: ignore[no-any-return]
+
+
+def loader_loss(model: nn.Module, inputs: Mapping[str, object]) -> torch.Tensor:
+    """`recipe_loss` with the loaders' facts about the rows, which decide which tokens attend to each other."""
+    return recipe_loss(model, {**inputs, ROW_FACTS: RowFacts(inputs)})
+
+
+def log_prob_loss(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """The log-probabilities behind TRL's preference losses, as a negative mean over labelled tokens."""
+    outputs = model(**inputs, use_cache=False, fused_lm_head=True)
+    return -outputs.log_probs.sum() / count_loss_tokens(inputs["labels"])  # type: ignore[no-any-return]

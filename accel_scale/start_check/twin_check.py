@@ -11,9 +11,9 @@ from accel_scale.errors import ConfigError, first_line
 from accel_scale.facts.checkpointing import SEGMENTS
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.modeling.adapter_targets import freeze_other_parts
-from accel_scale.modeling.packing.row_facts import ROW_FACTS, RowFacts
 from accel_scale.modeling.tiling.layers import num_with_experts
 from accel_scale.optimization.fast_loss import add_fast_lm_head
+from accel_scale.optimization.labelled_tokens import skip_unlabelled
 from accel_scale.optimization.router_loss import router_coefficient
 from accel_scale.start_check.plan import AttentionRefused, Crashed, PlannedRun, PolicyRefused, Verdict
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from accel_scale.start_check.flash_on_cpu import AttentionOnCpu
     from accel_scale.start_check.isolation import Leak
+    from accel_scale.start_check.plan import Head
     from accel_scale.start_check.rows import TinyBatch
     from accel_scale.start_check.steps import LossOf, Step
 
@@ -56,17 +57,24 @@ class TwinCheck:
     def verdict(self) -> Verdict:
         own = self.own_step()
         self.refuse_leak()
-        step, from_logits = self.recipe_step(own)
+        step, head = self.recipe_step(own)
         untrained = self.untrained(step)
         excluded, notes = _adapters_to_leave_out(self.run, untrained, step.gradients)
-        if from_logits:
+        if head == "logits":
             notes.append(
                 f"the loss is computed from {self.name}'s own logits, which takes more memory: its head is more than "
                 "one matrix product."
             )
         if self.run.policy.in_tiles and num_with_experts(self.model):
             notes.append("--long_rows computes experts whole: what they need still grows with the row.")
-        return Verdict(self.run.attention, from_logits, tuple(untrained), tuple(excluded), tuple(notes))
+        return Verdict(
+            self.run.attention,
+            loss_from_logits=head == "logits",
+            skips_unlabelled=head == "labelled",
+            untrained=tuple(untrained),
+            exclude_modules=tuple(excluded),
+            notes=tuple(notes),
+        )
 
     def own_step(self) -> Step:
         """The step with the model's own loss, without checkpointing."""
@@ -117,34 +125,39 @@ class TwinCheck:
                 fix="use 1, with gradient accumulation.",
             )
 
-    def recipe_step(self, own: Step) -> tuple[Step, bool]:
-        """The step as taken by the recipe, and whether its loss must come from the model's own logits.
+    def recipe_step(self, own: Step) -> tuple[Step, Head]:
+        """The step as taken by the recipe, and the head that it needs.
 
         Raises:
             ConfigError: if no head gives the model's own loss and gradients, or checkpointing changes them.
         """
         policy = _for_few_layers(self.run.policy, self.base)
         seen = []
-        for from_logits in self.heads:
-            self.add_head(from_logits)
+        for head in self.heads:
+            self.add_head(head)
             if policy != _NO_POLICY:
                 self.apply(policy)
                 step, why_policy = self.compared(own)
                 if step is not None:
-                    return step, from_logits
+                    return step, head
                 self.apply(_NO_POLICY)
+                if head == "labelled":  # another head may be right with the policy
+                    continue
             step, why = self.compared(own)
             if step is not None and policy != _NO_POLICY:
                 raise self.policy_changes_gradients(own, why_policy)
             if step is not None:
-                return step, from_logits
+                return step, head
             seen.append(why)
         raise self.not_its_own(seen[-1])
 
     @property
-    def heads(self) -> tuple[bool, ...]:
-        """The heads to try, as values of `from_logits`, with the one that needs less memory first."""
-        return (False,) if self.run.log_probs else (False, True)
+    def heads(self) -> tuple[Head, ...]:
+        """The heads to try, with the cheapest first."""
+        if self.run.log_probs:
+            return ("all",)
+        has_prompts = self.run.rows in ("packed", "padded")
+        return ("labelled", "all", "logits") if has_prompts else ("all", "logits")
 
     def not_its_own(self, what: str) -> ConfigError:
         """The error for a model whose own loss no head reproduces."""
@@ -166,14 +179,15 @@ class TwinCheck:
             fix="train another model; this one's loss is more than cross-entropy of its logits.",
         )
 
-    def add_head(self, from_logits: bool) -> None:
+    def add_head(self, head: Head) -> None:
         """Add the head that computes the recipe's loss."""
         if self.run.log_probs:
             from trl.trainer.utils import add_fused_lm_head
 
             add_fused_lm_head(self.base)
         else:
-            add_fast_lm_head(self.base, from_logits=from_logits)
+            add_fast_lm_head(self.base, from_logits=head == "logits")
+            skip_unlabelled(self.base, head == "labelled")
 
     def apply(self, policy: CheckpointingPolicy) -> None:
         apply_checkpointing(self.model, policy, use_reentrant=self.run.use_reentrant, tile_rows=_TILE_ROWS)
@@ -181,6 +195,8 @@ class TwinCheck:
     @property
     def loss(self) -> LossOf:
         """The recipe's loss function."""
+        from accel_scale.start_check.steps import loader_loss, log_prob_loss
+
         return log_prob_loss if self.run.log_probs else loader_loss
 
     def compared(self, own: Step) -> tuple[Step | None, str]:
@@ -222,28 +238,6 @@ class TwinCheck:
         from accel_scale.start_check.steps import untrained_weights
 
         return untrained_weights(step)
-
-
-def recipe_loss(model: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """The loss of both recipes: the sum over labelled tokens ÷ their number in the global batch."""
-    from accel_scale.optimization.loss import count_loss_tokens
-
-    num_items, coefficient = count_loss_tokens(inputs["labels"]), router_coefficient(model.config)
-    outputs = model(**inputs, num_items_in_batch=num_items, fast_lm_head=True, router_loss=bool(coefficient))
-    return outputs.loss + coefficient * outputs.aux_loss if coefficient else outputs.loss  # type: ignore[no-any-return]
-
-
-def loader_loss(model: nn.Module, inputs: Mapping[str, object]) -> torch.Tensor:
-    """`recipe_loss` with the loaders' facts about the rows, which decide which tokens attend to each other."""
-    return recipe_loss(model, {**inputs, ROW_FACTS: RowFacts(inputs)})
-
-
-def log_prob_loss(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """The log-probabilities behind TRL's preference losses, as a negative mean over labelled tokens."""
-    from accel_scale.optimization.loss import count_loss_tokens
-
-    outputs = model(**inputs, use_cache=False, fused_lm_head=True)
-    return -outputs.log_probs.sum() / count_loss_tokens(inputs["labels"])  # type: ignore[no-any-return]
 
 
 def _with_router_loss(config: PreTrainedConfig, weight: float | None) -> PreTrainedConfig:

@@ -16,7 +16,7 @@ from torch import nn
 
 from accel_scale.modeling.adapter_targets import exclusion, freeze_other_parts, passed_over, untrainable_linears
 from accel_scale.modeling.model_class import DROPOUTS, numbers_of_layers
-from accel_scale.optimization.fast_loss import head_transform
+from accel_scale.optimization.head_loss import head_transform
 from accel_scale.planning.models.model_facts import LayerFacts, LinearFacts, MixtureFacts, ModelFacts
 from accel_scale.shrinking.sizes import EXPERTS_PER_TOKEN, NUM_EXPERTS
 from accel_scale.tracing.skeletons import build

@@ -25,8 +25,8 @@ _PARTS = 8
 Mark = tuple[float, list[float]]
 # Number of tokens for models that loop over tokens and whose events are not found in each other.
 _FEW = 32
-# Lengths that tell what the number of operations grows with.
-_PROBES = (8, 16, 128)
+# Lengths that tell what the number of operations grows with; the first two are run for loops over tokens anyway.
+_PROBES = (2 * _TOKENS, 5 * _TOKENS, 128)
 
 
 def fit_segments(
@@ -62,8 +62,11 @@ def _by_points(step: FakeStep, unit: int) -> tuple[Document, Document | None] | 
         return None
     if _is_right(many, _marks(step.run(*shortest)), shortest, within):
         return many, None
-    one, _ = _of_rows(step, (1, 1, 1, 1), unit)
-    return None if one is None else (many, one)
+    for size in (unit, 2 * unit):  # in longer rows, another operation may need the most
+        one, _ = _of_rows(step, (1, 1, 1, 1), size)
+        if one is not None:
+            return many, one
+    return None
 
 
 def _of_rows(step: FakeStep, rows: Sequence[int], unit: int) -> tuple[Document | None, float]:

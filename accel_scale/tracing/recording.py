@@ -79,12 +79,14 @@ class Recorder(TorchDispatchMode):
             args = (args[0], _shares(args[1], args[0].shape[args[2] if len(args) > 2 else 0]), *args[2:])
         if func in _INDEXING:
             args = (args[0], self._places(args[1]), *args[2:])
-        known = {id(storage) for storage in storages((args, kwargs or {}))}
         result = computed(func, args, kwargs or {}, self._mode)
         heir = self._summed(func, args, result)
-        for storage in storages(result):
-            if id(storage) not in known and id(storage) not in self._sizes:
-                self._count(storage, heir)
+        new = {id(storage): storage for storage in storages(result) if id(storage) not in self._sizes}
+        if new:
+            given = {id(storage) for storage in storages((args, kwargs or {}))}
+            for key, storage in new.items():
+                if key not in given:
+                    self._count(storage, heir)
         return result
 
     def _places(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from accel_scale.facts.checkpointing import SUBLAYERS
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.modeling.adapter_targets import freeze_other_parts
-from accel_scale.optimization.fast_loss import head_transform
+from accel_scale.optimization.head_loss import head_transform
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import TrainingSetup, period_of
 from accel_scale.tracing.adapted import DTYPES, adapted

@@ -42,13 +42,21 @@ class ScaleSFTTrainer(_SFTBase, SFTTrainer):
 
     Args:
         loss_from_logits: Compute the loss from the model's own logits, as the start check may request.
+        skips_unlabelled: Compute the last layer's MLP for labelled tokens only, if the start check allows it.
         **kwargs: Arguments of `RecipeTrainerMixin` and `SFTTrainer`, and `sp_size` of `SequenceParallelMixin`.
     """
 
     args: RecipeSFTConfig
 
-    def __init__(self, *, loss_from_logits: bool = False, program: str = "sft.py", **kwargs: Any) -> None:
-        self.loss_from_logits = loss_from_logits
+    def __init__(
+        self,
+        *,
+        loss_from_logits: bool = False,
+        skips_unlabelled: bool = False,
+        program: str = "sft.py",
+        **kwargs: Any,
+    ) -> None:
+        self.loss_from_logits, self.skips_unlabelled = loss_from_logits, skips_unlabelled
         super().__init__(program=program, **kwargs)
 
     def refuse_rows(self) -> None:

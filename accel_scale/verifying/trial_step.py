@@ -17,7 +17,7 @@ from torch import nn
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.precision import precision_named
 from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
-from accel_scale.start_check.twin_check import recipe_loss
+from accel_scale.start_check.steps import recipe_loss
 from accel_scale.verifying.measured_memory import StorageTracker, resident_tensors
 from accel_scale.verifying.nf4_weights import moved_from_meta, quantise_linears
 

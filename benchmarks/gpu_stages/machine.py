@@ -106,7 +106,7 @@ def waits(cases: Cases) -> str:
     """Host waits in forward and backward of a packed micro-batch: by CUDA's debug mode, or on a CPU by operation."""
     from accel_scale.modeling.packing.row_facts import ROW_FACTS, RowFacts
     from accel_scale.optimization.fast_loss import add_fast_lm_head
-    from accel_scale.start_check.twin_check import recipe_loss
+    from accel_scale.start_check.steps import recipe_loss
     from gpu_stages.numerics import batch, build, config_with, to_device
 
     model = build(config_with(None, cases.device), chosen_attention(cases, packing=True), cases.device)

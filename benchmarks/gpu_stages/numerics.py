@@ -49,7 +49,7 @@ def attention(cases: Cases, name: str, dtype: str, window: int | None) -> str:
     from accel_scale.modeling.attention import choose_kernels
     from accel_scale.modeling.attention import with_document_lengths as with_lengths
     from accel_scale.optimization.fast_loss import add_fast_lm_head
-    from accel_scale.start_check.twin_check import loader_loss
+    from accel_scale.start_check.steps import loader_loss
 
     why = refusal(cases, name, dtype, window)
     if why:

@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_scale.modeling.evaluation_mode import evaluating
 from accel_scale.modeling.precision import enable_fp16_on_cpu
-from accel_scale.optimization.fast_loss import add_fast_lm_head, head_loss, language_model_loss
+from accel_scale.optimization.fast_loss import add_fast_lm_head, language_model_loss
+from accel_scale.optimization.head_loss import head_loss
 from accel_scale.parallel.pipelines.split import split_model, stage_of
 from accel_scale.training.evaluation.validation import (
     Evaluation,

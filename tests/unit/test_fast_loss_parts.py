@@ -12,16 +12,14 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, Llam
 
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.packing.row_facts import ROW_FACTS, Counting, RowFacts
-from accel_scale.optimization import fast_loss
+from accel_scale.optimization import head_loss as head_loss_module
 from accel_scale.optimization.fast_loss import (
     FastLossMixin,
     add_fast_lm_head,
-    head_loss,
-    head_transform,
     language_model_loss,
-    logits_loss,
     tell_zero3,
 )
+from accel_scale.optimization.head_loss import head_loss, head_transform, logits_loss
 from accel_scale.optimization.loss import at_least_one, default_chunk_size, on_device
 from accel_scale.optimization.router_loss import RouterLoss, router_coefficient
 
@@ -103,7 +101,9 @@ def test_long_rows_take_smaller_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert default_chunk_size(1024, cpu, is_trained=True, long_rows=long_rows) == 4096
     assert default_chunk_size(60_000, cpu, is_trained=True) == 69
     sizes: list[Any] = []
-    monkeypatch.setattr(fast_loss, "chunked_cross_entropy", lambda *_, **given: sizes.append(given["chunk_size"]))
+    monkeypatch.setattr(
+        head_loss_module, "chunked_cross_entropy", lambda *_, **given: sizes.append(given["chunk_size"])
+    )
     made = model()
     hidden = torch.zeros(1, 2, 16, device="meta")
     made.get_output_embeddings().to("meta")

@@ -14,7 +14,8 @@ from trl import SFTConfig, SFTTrainer
 
 from accel_scale.errors import ConfigError
 from accel_scale.optimization import loss as loss_module
-from accel_scale.optimization.fast_loss import FastLossMixin, head_transform
+from accel_scale.optimization.fast_loss import FastLossMixin
+from accel_scale.optimization.head_loss import head_transform
 from accel_scale.optimization.loss import chunked_cross_entropy, count_loss_tokens
 
 VOCAB, HIDDEN = 101, 32

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
-from accel_scale.optimization.fast_loss import head_loss
+from accel_scale.optimization.head_loss import head_loss
 from accel_scale.parallel.pipelines import evaluate
 from accel_scale.parallel.pipelines.loss import repeatable
 from accel_scale.parallel.pipelines.split import (

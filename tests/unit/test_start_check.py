@@ -33,7 +33,7 @@ from accel_scale.modeling.attention import check_can_isolate
 from accel_scale.modeling.packed_attention import PACKED_ATTENTION, register_packed_attention
 from accel_scale.modeling.tiling import tiles
 from accel_scale.optimization import fast_loss
-from accel_scale.start_check import PlannedRun, Verdict, check_start, twin_check
+from accel_scale.start_check import PlannedRun, Verdict, check_start, steps, twin_check
 from accel_scale.start_check import rows as start_check_rows
 from accel_scale.start_check.flash_on_cpu import _KERNEL_VARIABLES, attention_on_cpu
 from accel_scale.start_check.twin import NoTwin, build_twin, undisturbed
@@ -70,9 +70,15 @@ def broken_head(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[torch.Te
 @pytest.mark.parametrize("rows", ["packed", "padded", "lanes", "stream"])
 @pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
 def test_a_plain_model_passes(rows: str, adapter: LoraConfig | None) -> None:
-    assert check(LLAMA, "selective", rows=rows, adapter=adapter, attention=PACKED_ATTENTION) == Verdict(
-        PACKED_ATTENTION
-    )
+    verdict = check(LLAMA, "selective", rows=rows, adapter=adapter, attention=PACKED_ATTENTION)
+    assert verdict == Verdict(PACKED_ATTENTION, skips_unlabelled=rows in ("packed", "padded"))
+
+
+def test_a_model_that_runs_its_layers_several_times_computes_all_tokens() -> None:
+    """The last layer's MLP feeds the first layer of the next round."""
+    verdict = check(CONFIG_MAPPING["hrm_text"](), rows="packed")
+    assert not verdict.skips_unlabelled
+    assert not verdict.loss_from_logits
 
 
 def test_it_takes_about_a_second_and_leaves_no_trace() -> None:
@@ -329,7 +335,8 @@ def test_the_routers_loss_is_the_models_own(monkeypatch: pytest.MonkeyPatch) -> 
     mixtures = [CONFIG_MAPPING[name]() for name in ("mixtral", "granitemoe")]
     for config in mixtures:
         assert check(config, rows="padded", router_loss=0.02).notes == ()
-    monkeypatch.setattr(twin_check, "router_coefficient", lambda config: 0.01)
+    for module in (twin_check, steps):
+        monkeypatch.setattr(module, "router_coefficient", lambda config: 0.01)
     with pytest.raises(ConfigError, match=r"--router_aux_loss_coef: .*auxiliary loss is not Mixtral.*Fix: use 0"):
         check(mixtures[0], rows="padded", router_loss=0.02)
 

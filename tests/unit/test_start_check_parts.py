@@ -122,8 +122,8 @@ def test_rows_are_changed_in_the_second_half_of_one_document(kind: str) -> None:
     labels = batch.inputs["labels"]
     if kind in ("packed", "padded"):  # each row begins with a prompt without loss
         first = [0, 24] if kind == "packed" else [0]
-        assert all((labels.flatten()[at : at + 3] == -100).all() for at in first)
-        assert labels.flatten()[3] == ids.flatten()[3]
+        assert all((labels.flatten()[at : at + 8] == -100).all() for at in first)
+        assert labels.flatten()[8] == ids.flatten()[8]
     if kind == "lanes":
         assert batch.inputs["position_ids"].tolist()[1] == [*range(13), *range(11)]
         assert torch.equal(labels == -100, batch.inputs["position_ids"] == 0)

@@ -272,15 +272,15 @@ def test_a_routers_loss_is_set_in_a_copy_of_the_configuration() -> None:
 class Scripted(twin_check.TwinCheck):
     """Steps that equal the model's own for the given heads and policies, and for no others."""
 
-    def __init__(self, run: PlannedRun, *good: tuple[bool, str]) -> None:
+    def __init__(self, run: PlannedRun, *good: tuple[str, str]) -> None:
         self.run, self.name, self.base, self.model = run, "Toy", SimpleNamespace(config=run.config), nn.Identity()
         self.batch: Any = SimpleNamespace(inputs={})
         self.logits = torch.zeros(1)
-        self.good, self.head, self.policy = good, False, "none"
+        self.good, self.head, self.policy = good, "all", "none"
         self.applied: list[str] = []
 
-    def add_head(self, from_logits: bool) -> None:
-        self.head = from_logits
+    def add_head(self, head: Any) -> None:
+        self.head = head
 
     def apply(self, policy: CheckpointingPolicy) -> None:
         self.policy = f"{policy} in tiles" if policy.in_tiles else str(policy)
@@ -297,20 +297,23 @@ def planned(policy: str = "full", *, in_tiles: bool = False, config: Any = LLAMA
 
 
 @pytest.mark.parametrize(
-    ("policy", "good", "applied", "from_logits"),
+    ("policy", "good", "applied", "head"),
     [
-        ("none", [(False, "none")], [], False),
-        ("full", [(False, "full")], ["full"], False),
+        ("none", [("labelled", "none")], [], "labelled"),
+        ("none", [("all", "none")], [], "all"),
+        ("full", [("labelled", "full"), ("all", "full")], ["full"], "labelled"),
         # The head is to blame, not the policy: without a policy the loss is just as far off.
-        ("full", [(True, "full")], ["full", "none", "full"], True),
-        ("none", [(True, "none")], [], True),
+        ("full", [("logits", "full")], ["full", "none", "full", "none", "full"], "logits"),
+        ("none", [("logits", "none")], [], "logits"),
+        # Labelled tokens alone work only without the policy, which is more important.
+        ("full", [("labelled", "none"), ("all", "full")], ["full", "none", "full"], "all"),
     ],
 )
-def test_a_step_is_taken_with_the_recipes_head_and_else_from_the_models_logits(
-    policy: str, good: list, applied: list[str], from_logits: bool
+def test_a_step_is_taken_with_the_cheapest_head_that_gives_the_models_own(
+    policy: str, good: list, applied: list[str], head: str
 ) -> None:
     check = Scripted(planned(policy), *good)
-    assert check.recipe_step(None) == (f"{from_logits} {policy}", from_logits)  # type: ignore[arg-type]
+    assert check.recipe_step(None) == (f"{head} {policy}", head)  # type: ignore[arg-type]
     assert check.applied == applied
 
 
@@ -326,30 +329,30 @@ def test_a_step_is_taken_with_the_recipes_head_and_else_from_the_models_logits(
 def test_a_policy_that_changes_gradients_is_refused_for_one_that_does_not(
     policy: str, good: list[str], fix: str
 ) -> None:
-    with pytest.raises(PolicyRefused, match=f"{policy} does not leave Toy's .*: apart by False {policy}") as refused:
-        Scripted(planned(policy), *((False, name) for name in good)).recipe_step(None)  # type: ignore[arg-type]
+    with pytest.raises(PolicyRefused, match=f"{policy} does not leave Toy's .*: apart by all {policy}") as refused:
+        Scripted(planned(policy), *(("all", name) for name in good)).recipe_step(None)  # type: ignore[arg-type]
     assert (refused.value.place, refused.value.fix) == ("--checkpointing_policy", fix)
 
 
 def test_tiles_are_refused_where_the_policy_without_them_is_right() -> None:
-    check = Scripted(planned(in_tiles=True), (False, "none"), (False, "full"))
+    check = Scripted(planned(in_tiles=True), ("all", "none"), ("all", "full"))
     with pytest.raises(
-        ConfigError, match=r"in tiles does not leave its gradients .*: apart by False full in"
+        ConfigError, match=r"in tiles does not leave its gradients .*: apart by all full in"
     ) as refused:
         check.recipe_step(None)  # type: ignore[arg-type]
     assert (refused.value.place, refused.value.fix) == (
         "--long_rows", "leave it out, and use --checkpointing_policy full.",
     )  # fmt: skip
     with pytest.raises(PolicyRefused):
-        Scripted(planned(in_tiles=True), (False, "none")).recipe_step(None)  # type: ignore[arg-type]
+        Scripted(planned(in_tiles=True), ("all", "none")).recipe_step(None)  # type: ignore[arg-type]
 
 
 def test_a_loss_that_is_no_way_the_models_own_is_refused_by_what_it_is_made_of() -> None:
     told = MixtralConfig(**SIZES, output_router_logits=True, vocab_size=64)
     for run, place, says in (
-        (planned(), "start check", "the recipe's loss is not Toy's own: apart by True none."),
-        (planned(log_probs=True), "start check", "TRL's head are not Toy's own: apart by False none."),
-        (planned(config=told), "--router_aux_loss_coef", "auxiliary loss is not Toy's own: apart by True none."),
+        (planned(), "start check", "the recipe's loss is not Toy's own: apart by logits none."),
+        (planned(log_probs=True), "start check", "TRL's head are not Toy's own: apart by all none."),
+        (planned(config=told), "--router_aux_loss_coef", "auxiliary loss is not Toy's own: apart by logits none."),
     ):
         with pytest.raises(ConfigError) as refused:
             Scripted(run).recipe_step(None)  # type: ignore[arg-type]

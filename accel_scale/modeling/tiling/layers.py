@@ -91,6 +91,16 @@ def part_of(layer: nn.Module, kind: str) -> nn.Module:
     return found
 
 
+def dense_mlp(model: nn.Module, layer: nn.Module) -> nn.Module | None:
+    """The MLP of a layer of `model` if it is used there alone and treats each token separately, without experts."""
+    found = _mlp_of(layer)
+    if found is None or _has_experts(found) or not _takes_one_tensor(found):
+        return None
+    is_shared = sum(module is found for _, module in model.named_modules(remove_duplicate=False)) > 1
+    only_matrices = all(parameter.ndim <= 2 for parameter in found.parameters())
+    return found if only_matrices and not is_shared else None
+
+
 def untile_layers(model: nn.Module) -> None:
     """Restore every module's own forward."""
     for module in model.modules():

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.evaluation_mode import evaluating
-from accel_scale.optimization.fast_loss import head_loss
+from accel_scale.optimization.head_loss import head_loss
 from accel_scale.parallel.pipelines.evaluate import forward_through
 from accel_scale.parallel.pipelines.loss import repeatable
 from accel_scale.parallel.pipelines.settings import PipelineSettings, check_pipeline, stages_of_rank
@@ -56,7 +56,7 @@ class Pipeline:
         num_micro_batches: Number in every step.
         loss: Loss of the last stage: ``(part, hidden, labels, num_items=…, shift=…)`` → sum of cross-entropies ÷
             `num_items`, where `hidden` has passed the final norm. None: the project's chunked head,
-            `accel_scale.optimization.fast_loss.head_loss`.
+            `accel_scale.optimization.head_loss.head_loss`.
         autocast: Creates the context of every forward pass; backward passes run outside of it.
 
     Attributes:

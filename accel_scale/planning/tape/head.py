@@ -32,7 +32,7 @@ def scores_loss(ops: Ops, x: Tensor, weight: Parameter, num_scores: int) -> Tens
 
 
 def logits_loss(ops: Ops, setup: TrainingSetup, logits: Tensor) -> Tensor:
-    """`accel_scale.optimization.fast_loss.logits_loss` on logits that the model itself computed."""
+    """`accel_scale.optimization.head_loss.logits_loss` on logits that the model itself computed."""
     total, itemsize = logits.numel, logits.itemsize
     values = total - total / setup.sequence_length
     block = ops.new(values, itemsize) if setup.micro_batch_size > 1 else logits.view(values)
