@@ -20,7 +20,7 @@ from accel_scale.modeling.attention import with_document_lengths
 from accel_scale.modeling.packed_mask import known_documents
 from accel_scale.modeling.packing.row_facts import ROW_FACTS, Counting, RowFacts
 from accel_scale.optimization.head_loss import head_loss, logits_loss
-from accel_scale.optimization.labelled_tokens import only_labelled, skip_unlabelled
+from accel_scale.optimization.labelled_tokens import forget_labelled, only_labelled, skip_unlabelled
 from accel_scale.optimization.loss import count_loss_tokens, on_device
 from accel_scale.optimization.router_loss import forward_with_router
 
@@ -62,6 +62,7 @@ def add_fast_lm_head(model: Any, *, from_logits: bool = False) -> None:
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, fast_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fast_lm_head:
+            forget_labelled(self)
             return previous(*args, **kwargs)
         shift = "shift_labels" not in kwargs
         facts = kwargs.pop(ROW_FACTS, None) if shift else None  # parts of rows have their own attention

@@ -106,6 +106,13 @@ def skip_unlabelled(model: PreTrainedModel, wanted: bool = True) -> None:
         setattr(model, _ATTRIBUTE, tokens)
 
 
+def forget_labelled(model: nn.Module) -> None:
+    """Compute all tokens in the next pass, also if the pass before ended with an error."""
+    tokens: LabelledTokens | None = getattr(model, _ATTRIBUTE, None)
+    if tokens is not None:
+        tokens.forget()
+
+
 @contextlib.contextmanager
 def only_labelled(model: nn.Module, labels: torch.Tensor, num_labels: int | None) -> Iterator[None]:
     """Compute the last MLP of a `model` prepared by `skip_unlabelled` only where a label counts; see `remember`."""

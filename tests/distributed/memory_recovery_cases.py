@@ -109,7 +109,7 @@ def raise_out_of_memory(*unused) -> None:
 
 def train(accelerator, options, rows_of, *, fault: tuple[str, int, int] | None = None):
     """Final trained weights by name, the losses of the steps, and the lines of output."""
-    import accel_scale.optimization.fast_loss as loss_module
+    import accel_scale.optimization.head_loss as loss_module
 
     model = build(**options)
     rank, world_size = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)

@@ -41,7 +41,7 @@ def step(made: Any, **inputs: Any) -> tuple[float, dict[str, torch.Tensor]]:
     made.zero_grad()
     loss = made(**(inputs or batch())).loss
     loss.backward()
-    return float(loss), {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
+    return float(loss.detach()), {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
 
 
 def rows_of(module: torch.nn.Module) -> list[int]:
@@ -139,6 +139,8 @@ def test_other_calls_of_the_model_see_every_token() -> None:
         made(**batch())
         assert torch.equal(made(input_ids=IDS).logits, plain(input_ids=IDS).logits)
     step(made)
+    assert torch.equal(made(input_ids=IDS).logits, plain(input_ids=IDS).logits)
+    made(**batch())  # no backward pass, as after an error
     assert torch.equal(made(input_ids=IDS).logits, plain(input_ids=IDS).logits)
     assert torch.equal(made.model(IDS).last_hidden_state, plain.model(IDS).last_hidden_state)
 
