@@ -118,6 +118,7 @@ class FastLossMixin:
     """Mixin before `trl.SFTTrainer`: ``class Trainer(FastLossMixin, SFTTrainer)``; used in training and evaluation.
 
     Logs `num_tokens` as TRL does, and `mean_token_accuracy` in evaluation; in training if `log_token_accuracy`.
+    `skips_unlabelled` computes the last layer's MLP for labelled tokens only; set it if the start check allows it.
     Other cases use TRL's own loss: `loss_type` other than nll, label smoothing, a custom loss function, images,
     Accelerate's own sequence parallelism, prompt-learning adapters.
     """

@@ -1,7 +1,7 @@
 """The last layer's MLP for labelled tokens only: no later layer and no loss uses its result for the others.
 
-With a prompt of three quarters of a row this saves half of the last layer. Values and gradients are the same, up to
-the order of sums. The layer's attention still sees every token.
+If three quarters of the tokens have no label, this saves about half of the last layer's matrix products. Loss and
+gradients are the same, up to the order of sums. The layer's attention still sees every token.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from accel_scale.modeling.tiling.layers import dense_mlp
+from accel_scale.optimization.loss import IGNORED_LABEL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ATTRIBUTE = "_labelled_tokens"
-_IGNORED_LABEL = -100
-# Beyond this share of labelled tokens, selecting them costs as much as it saves.
+# If more of the tokens have labels, selecting them saves too little to be worth its copies.
 _LARGEST_SHARE = 0.9
 # Filled up with other tokens to a multiple of this: libraries prepare a matrix product for each new shape, and 8-bit
 # products need 16 rows.
@@ -55,7 +55,7 @@ class LabelledTokens:
         size = -(-(num_labels or 0) // _MULTIPLE) * _MULTIPLE
         if not size or size > _LARGEST_SHARE * labels.numel():
             return
-        predicts = F.pad(labels[:, 1:], (0, 1), value=_IGNORED_LABEL).flatten().ne(_IGNORED_LABEL)
+        predicts = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL).flatten().ne(IGNORED_LABEL)
         self._index = predicts.byte().argsort(descending=True, stable=True)[:size]
         self._num_tokens = labels.numel()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.traced.polynomials import fitted, value_of
 from accel_scale.planning.traced.steps import marks_of
 from accel_scale.tracing.alignment import Run, are_alike, by_event, by_loop
+from accel_scale.tracing.fits import _by_points, _of_rows
 from accel_scale.tracing.service import traced_fit
 from accel_scale.tracing.step import FakeStep
 
@@ -102,6 +104,30 @@ def test_runs_of_other_layers_are_not_fitted_together() -> None:
     cubes = sum(3 * (place + 1) ** 3 for place in range(6))
     assert value_of(found["forward 0"]["net"], 3, 384) != pytest.approx(cubes, rel=0.01), "the size that verifies it"
     assert by_event([{"embed": [7, 1]}, {"embed": [2, 1]}, {"embed": [9, 1]}], POINTS[:3]) is None
+
+
+class LoopOverTokens:
+    """Runs in which every token keeps a state; in single rows, the first ones need more for a moment."""
+
+    def run(self, rows: int, length: int) -> Run:
+        state = 320 * rows
+        spikes = [480 if token < 10 else 10 for token in range(length)] if rows == 1 else [60 * rows] * length
+        whole = [8 * rows * length, *([4, -4] if rows == 1 else [])]
+        return {"forward 0": [*whole, *(event for spike in spikes for event in (state, spike, -spike))]}
+
+
+def test_single_rows_whose_highest_point_moves_are_fitted_from_longer_ones() -> None:
+    step: Any = LoopOverTokens()
+    assert _of_rows(step, (1, 1, 1, 1), 3)[0] is None
+    found = _by_points(step, 3)
+    assert found is not None
+    many, one = found
+    assert one is not None
+    for fit, rows in ((one, 1), (many, 4)):
+        [events] = step.run(rows, 2048).values()
+        assert value_of(fit["forward 0"]["net"], rows, 2048) == pytest.approx(sum(events))
+        peak = max(value_of(polynomial, rows, 2048) for polynomial in fit["forward 0"]["peaks"])
+        assert peak == pytest.approx(max(itertools.accumulate(events)), rel=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore")

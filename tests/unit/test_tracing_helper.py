@@ -97,6 +97,14 @@ def test_a_remembered_operation_gives_what_the_operation_gives(name: str) -> Non
                 assert (part is operand) == (same is twin)
 
 
+def test_a_tensor_made_from_memory_is_like_one_that_torch_makes() -> None:
+    with FakeTensorMode() as mode, recording.Recorder(mode, adds_in_place=False, is_padded=False):
+        made, again = (torch.ones(3, 5).t() + 1 for _ in range(2))
+    assert type(again) is type(made)
+    assert again.__dict__ == made.__dict__
+    assert torch._C._dispatch_keys(again) == torch._C._dispatch_keys(made)
+
+
 def test_tensors_with_values_are_not_remembered() -> None:
     """A constant keeps its value, and another constant of the same shape its own."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
