@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from technique_claims import Claim, read_claims
-from technique_rows import KINDS, PARALLEL_RUNGS, RUNGS, Rung, Stage
+from technique_rows import KINDS, PARALLEL_RUNGS, RUNGS, TOO_LARGE_ON_FOUR, Rung, Stage
 
 from accel_scale.units import format_bytes
 
@@ -121,7 +121,8 @@ def _strategies(rows: Mapping[str, Any]) -> list[str]:
         "",
         "At one global batch, × DDP. *Fits* is on cards of 80 GB. Processes measured share two cores, so their "
         "speeds say what a strategy adds to DDP's work and communication over gloo, not how it scales. Tensors of "
-        "DeepSpeed's ranks are mostly buckets for 500 million values, whatever the model; this one has 3 million.",
+        "DeepSpeed's ranks are mostly buckets for 500 million values, whatever the model; this one has 3 million. "
+        "ZeRO-2's were not measured on four processes (–), where they fill this machine's memory.",
         "",
         "| | 8B on 8 × H100, predicted | a card | fits | 70B: a card | fits | 2 processes, measured: speed | "
         "tensors of a rank | 4 processes: tensors of a rank | loss against DDP |",
@@ -137,7 +138,7 @@ def _strategies(rows: Mapping[str, Any]) -> list[str]:
             _fits(rows, f"h100x8_70b/{name}"),
             figure(rows, f"ranks/{name}", "{speed:.2f} × ({speed_low:.2f}–{speed_high:.2f})"),
             figure(rows, f"ranks/{name}", "{bytes_total:.2f} ×, {bytes:MiB}"),
-            figure(rows, f"ranks4/{name}", "{bytes_total:.2f} ×"),
+            "–" if name in TOO_LARGE_ON_FOUR else figure(rows, f"ranks4/{name}", "{bytes_total:.2f} ×"),
             figure(rows, f"ranks/{name}", "{loss_difference:.0e}"),
         ]
         lines.append(f"| {' | '.join(cells)} |")

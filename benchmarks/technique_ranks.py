@@ -27,7 +27,7 @@ BENCHMARKS = Path(__file__).resolve().parent
 for folder in (BENCHMARKS, BENCHMARKS.parent / "tests", BENCHMARKS.parent / "tests" / "distributed"):
     sys.path.insert(0, str(folder))
 
-from technique_rows import PARALLEL_RUNGS, Stage, Values, Work  # noqa: E402
+from technique_rows import PARALLEL_RUNGS, TOO_LARGE_ON_FOUR, Stage, Values, Work  # noqa: E402
 
 ROUNDS, TURN_STEPS, TRACED_STEP, WARM_UP = 4, 2, 3, 4
 GLOBAL_BATCH, MICRO_BATCH, LENGTH = 8, 2, 128
@@ -40,7 +40,7 @@ SHAPE = {
 LAUNCH_FILES = {"sp": "fsdp2_sp"}
 LAUNCH_WORDS = {"sp": ("--parallelism_config_dp_shard_size", "1")}
 RECIPE_WORDS = {"pp": ("--pp_size", "{processes}")}
-ON_FOUR = ("ddp", "zero3", "fsdp2", "fsdp2_hybrid")
+ON_FOUR = (*(name for name, _, _ in PARALLEL_RUNGS if name not in TOO_LARGE_ON_FOUR), "fsdp2_hybrid")
 STEP = "technique::step"
 
 

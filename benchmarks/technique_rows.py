@@ -112,6 +112,9 @@ PARALLEL_RUNGS: tuple[tuple[str, str, Callable[[int], ParallelSetup]], ...] = (
     ("sp", "sequence parallelism + FSDP2", lambda n: ParallelSetup("fsdp2", n, sequence_parallel=n)),
 )
 
+# Strategies of PARALLEL_RUNGS whose buckets on four processes (about 6 GB each) filled a machine with 23.5 GiB.
+TOO_LARGE_ON_FOUR = ("zero2", "zero2_offload")
+
 
 def ladder(first: TrainingSetup, middle: str = "bf16") -> dict[str, TrainingSetup]:
     """Every rung's settings by name; `first` gives sizes and batch, with a micro-batch divisible by four.
