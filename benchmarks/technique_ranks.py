@@ -38,7 +38,10 @@ SHAPE = {
 }  # fmt: skip
 # Settings in addition to a launch's file, by row; `launch` words go to accelerate, the others to the recipe.
 LAUNCH_FILES = {"sp": "fsdp2_sp"}
-LAUNCH_WORDS = {"sp": ("--parallelism_config_dp_shard_size", "1")}
+LAUNCH_WORDS = {
+    "tp": ("--parallelism_config_tp_size", "{processes}"),
+    "sp": ("--parallelism_config_dp_shard_size", "1", "--parallelism_config_sp_size", "{processes}"),
+}
 RECIPE_WORDS = {"pp": ("--pp_size", "{processes}")}
 ON_FOUR = (*(name for name, _, _ in PARALLEL_RUNGS if name not in TOO_LARGE_ON_FOUR), "fsdp2_hybrid")
 STEP = "technique::step"
@@ -60,11 +63,15 @@ class Launch:
         self.folder, self.seconds = folder, list[float]()
         for pipe in ("asked", "told"):
             os.mkfifo(folder / pipe)
+
+        def filled(words: dict[str, tuple[str, ...]]) -> list[str]:
+            return [word.format(processes=processes) for word in words.get(name, ())]
+
         launch_file = "cpu" if name == "single" else LAUNCH_FILES.get(name, name)
         [command] = parity.launch_commands(launch_file, folder)
         if name != "single":
-            command += ["--num_processes", str(processes), *LAUNCH_WORDS.get(name, ())]
-        words = [word.format(processes=processes) for word in RECIPE_WORDS.get(name, ())]
+            command += ["--num_processes", str(processes), *filled(LAUNCH_WORDS)]
+        words = filled(RECIPE_WORDS)
         command += [__file__, str(folder), *recipe_words(folder), *words]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         self.log = folder / "log"
