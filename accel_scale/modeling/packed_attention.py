@@ -20,9 +20,12 @@ from accel_scale.launching.machine import detect_device
 from accel_scale.modeling.packed_mask import PackedLayout, dense_mask, packed_mask
 from accel_scale.modeling.packing.varlen import varlen_attention, varlen_refusal
 
-# The CPU's flash kernel is built for long rows: below this length two matrix products and a softmax are 1.3 to 6 times
-# as fast in bf16 (measured for head sizes 16 to 64 on an AVX512-BF16 machine); in fp32 the kernel wins.
-_SHORT_BF16_LENGTH = 512
+# The CPU's flash kernel is built for long rows and multiplies small blocks, where oneDNN is slow. Up to this length
+# two matrix products and a softmax are 1.2 to 9 times as fast in bf16, and in fp32 where oneDNN multiplies. With MKL in
+# fp32 the kernel wins. Measured for head sizes 16 to 128 on a CPU with AVX512-BF16.
+_SHORT_LENGTH = 512
+# Compiled, queries in blocks of this length skip most keys that they must not see, and are 1.1 to 1.5 times as fast.
+_COMPILED_BLOCK = 128
 
 
 def register_packed_attention() -> str:
@@ -70,7 +73,7 @@ def packed_attention_forward(
                 return _attend_packed(query, key, value, layout, dropout, scaling), None
             if attention_mask is None:
                 q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-                attend = _attend_short if _is_short_bf16(query, query.shape[2]) else _attend_fused
+                attend = _attend_short if _is_short(query, query.shape[2]) else _attend_fused
                 return attend(q, k, v, None, dropout, scaling), None
     if layout is not None:
         attention_mask = dense_mask(layout)
@@ -97,26 +100,42 @@ def _attend_packed(
     scaling: float | None,
 ) -> torch.Tensor:
     batch_size, num_heads, length, _ = query.shape
-    if _is_varlen(query, value, dropout):
+    if _is_varlen(query.device.type, query.dtype, query.shape[-1], value.shape[-1], dropout):
         q, k, v = (_tokens_first(tensor) for tensor in (query, key, value))
         tokens = varlen_attention(q, k, v, layout.bounds, layout.longest, window=layout.window, scaling=scaling)
-        return tokens.view(batch_size, length, num_heads, value.shape[-1])
+    else:
+        tokens = _attend_buckets(query, key, value, layout, dropout, scaling)
+    return tokens.view(batch_size, length, num_heads, value.shape[-1])
+
+
+# Compiled, it would be compiled again for the buckets of every micro-batch.
+@torch.compiler.disable
+def _attend_buckets(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: PackedLayout,
+    dropout: float,
+    scaling: float | None,
+) -> torch.Tensor:
+    """(tokens, heads, size)."""
     sizes = [num_documents * padded for num_documents, padded in layout.buckets]
     # One node for all buckets of a tensor: slices would each produce a gradient as long as the whole, to be added up.
     slots = [_ToSlots.apply(_tokens_first(tensor), layout).split(sizes) for tensor in (query, key, value)]
     outputs = []
     for (num_documents, padded), *parts in zip(layout.buckets, *slots, strict=True):
         q, k, v = (part.unflatten(0, (num_documents, padded)) for part in parts)
-        attend = _attend_short if _is_short_bf16(query, padded) else _attend_fused
+        attend = _attend_short if _is_short(query, padded) else _attend_fused
         window = layout.window if layout.window is not None and layout.window < padded else None
         outputs.append(attend(q, k, v, window, dropout, scaling).flatten(0, 1))
-    tokens = _FromSlots.apply(torch.cat(outputs) if len(outputs) > 1 else outputs[0], layout)
-    return tokens.view(batch_size, length, num_heads, value.shape[-1])
+    return _FromSlots.apply(torch.cat(outputs) if len(outputs) > 1 else outputs[0], layout)
 
 
-def _is_varlen(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
-    sizes = {"key_size": query.shape[-1], "value_size": value.shape[-1]}
-    return varlen_refusal(_device(query.device.type), dtype=query.dtype, dropout=dropout, **sizes) is None
+# Constants to torch.compile, which would break every layer's graph at the questions about the device.
+@torch.compiler.assume_constant_result
+def _is_varlen(device_type: str, dtype: torch.dtype, key_size: int, value_size: int, dropout: float) -> bool:
+    sizes = {"key_size": key_size, "value_size": value_size}
+    return varlen_refusal(_device(device_type), dtype=dtype, dropout=dropout, **sizes) is None
 
 
 def _tokens_first(tensor: torch.Tensor) -> torch.Tensor:
@@ -151,20 +170,23 @@ class _FromSlots(torch.autograd.Function):
         return grad.index_fill_(0, ctx.layout.padding_slots, 0), None
 
 
-def _is_short_bf16(query: torch.Tensor, length: int) -> bool:
-    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and length <= _SHORT_BF16_LENGTH
+def _is_short(query: torch.Tensor, length: int) -> bool:
+    if query.device.type != "cpu" or length > _SHORT_LENGTH:
+        return False
+    return query.dtype == torch.bfloat16 or (query.dtype == torch.float32 and _is_fp32_in_onednn())
+
+
+@torch.compiler.assume_constant_result
+def _is_fp32_in_onednn() -> bool:
+    return torch.get_float32_matmul_precision() == "medium"
 
 
 def _attend_fused(q: Any, k: Any, v: Any, window: int | None, dropout: float, scaling: float | None) -> torch.Tensor:
     """Causal SDPA on (documents, length, heads, size)."""
     mask = None if window is None else _band(q.shape[1], window, q.device)
     group = q.shape[2] // k.shape[2]
-    is_shared = _device(q.device.type).shares_key_heads(
-        half=q.dtype in (torch.float16, torch.bfloat16),
-        masked=mask is not None,
-        key_size=k.shape[-1],
-        value_size=v.shape[-1],
-    )
+    is_half = q.dtype in (torch.float16, torch.bfloat16)
+    is_shared = _shares_key_heads(q.device.type, is_half, mask is not None, k.shape[-1], v.shape[-1])
     if group > 1 and not is_shared:
         k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     output = F.scaled_dot_product_attention(
@@ -180,6 +202,13 @@ def _attend_fused(q: Any, k: Any, v: Any, window: int | None, dropout: float, sc
     return output.transpose(1, 2)
 
 
+@torch.compiler.assume_constant_result
+def _shares_key_heads(device_type: str, is_half: bool, is_masked: bool, key_size: int, value_size: int) -> bool:
+    return _device(device_type).shares_key_heads(
+        half=is_half, masked=is_masked, key_size=key_size, value_size=value_size
+    )
+
+
 @functools.cache
 def _device(device_type: str) -> Device:
     return detect_device(device_type)
@@ -190,22 +219,28 @@ def _attend_short(q: Any, k: Any, v: Any, window: int | None, dropout: float, sc
     num_documents, length, num_heads, size = q.shape
     num_kv_heads = k.shape[2]
     group = num_heads // num_kv_heads
-    q = q.unflatten(2, (num_kv_heads, group)).permute(0, 2, 3, 1, 4).reshape(-1, group * length, size)
+    q = q.unflatten(2, (num_kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(0, 1)
     k = k.transpose(1, 2).reshape(-1, length, size)
     v = v.transpose(1, 2).reshape(-1, length, v.shape[-1])
-    bias = _bias(length, window, group, q.dtype, q.device)
+    bias = _bias(length, window, q.dtype, q.device)
     scale = size**-0.5 if scaling is None else scaling
-    weights = torch.baddbmm(bias, q, k.transpose(1, 2), alpha=scale).softmax(-1)
-    output = torch.bmm(F.dropout(weights, dropout), v)
-    output = output.view(num_documents, num_kv_heads, group, length, -1).permute(0, 3, 1, 2, 4)
-    return output.reshape(num_documents, length, num_heads, -1)
+    step = _COMPILED_BLOCK if torch.compiler.is_compiling() else length
+    outputs = []
+    for start in range(0, length, step):
+        end = min(start + step, length)
+        block_bias = bias[start:end, :end].repeat(group, 1)
+        block = q[:, :, start:end].reshape(-1, group * (end - start), size)
+        weights = torch.baddbmm(block_bias, block, k[:, :end].transpose(1, 2), alpha=scale).softmax(-1)
+        output = torch.bmm(F.dropout(weights, dropout), v[:, :end])
+        outputs.append(output.view(num_documents, num_kv_heads, group, end - start, -1))
+    output = torch.cat(outputs, 3) if len(outputs) > 1 else outputs[0]
+    return output.permute(0, 3, 1, 2, 4).reshape(num_documents, length, num_heads, -1)
 
 
 @functools.lru_cache(maxsize=16)
-def _bias(length: int, window: int | None, group: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """(group · length, length): zero where a query sees a key, minus infinity elsewhere."""
-    hidden = ~_band(length, window, device)
-    return torch.zeros((), dtype=dtype, device=device).masked_fill(hidden, float("-inf")).repeat(group, 1)
+def _bias(length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """(length, length): zero where a query sees a key, minus infinity elsewhere."""
+    return torch.zeros((), dtype=dtype, device=device).masked_fill(~_band(length, window, device), float("-inf"))
 
 
 def _band(length: int, window: int | None, device: torch.device) -> torch.Tensor:

@@ -135,7 +135,7 @@ def test_grouped_heads_with_and_without_a_kernel_for_them(shares, heads, monkeyp
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
 def test_two_products_and_a_softmax_are_the_kernel(window, scaling, heads, monkeypatch) -> None:
     """The path that short bf16 documents take on a CPU, run here in fp32 so that it can be compared."""
-    monkeypatch.setattr(packed_attention, "_is_short_bf16", lambda *_: True)
+    monkeypatch.setattr(packed_attention, "_is_short", lambda *_: True)
     for ours, theirs in zip(*attend([[5, 9, 3], [16, 1]], window, heads, scaling, 2), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 

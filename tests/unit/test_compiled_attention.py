@@ -1,0 +1,111 @@
+"""Layers compiled around the packed attention: one graph, compiled once, with the same numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaModel
+
+from accel_scale.modeling import packed_attention
+from accel_scale.modeling.packed_attention import packed_attention_forward, register_packed_attention
+from accel_scale.modeling.packed_mask import attach_layout, packed_layout
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    counters.clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
+        yield
+    torch.compiler.reset()
+
+
+@contextlib.contextmanager
+def fp32_products(precision: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def small_model(num_kv_heads: int = 2) -> LlamaModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=50,
+        num_key_value_heads=num_kv_heads, max_position_embeddings=512,
+    )  # fmt: skip
+    config._attn_implementation = register_packed_attention()
+    return LlamaModel(config).train()
+
+
+def attend(q, k, v, mask=None):
+    module = torch.nn.Module()
+    module.is_causal, module.num_key_value_groups = True, q.shape[1] // k.shape[1]
+    return packed_attention_forward(module, q, k, v, mask)[0]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_layer_is_compiled_as_one_graph(autocast: bool) -> None:
+    model = small_model()
+    model.layers[0].compile(fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model(input_ids=torch.randint(50, (2, 40)), use_cache=False).last_hidden_state.float().sum().backward()
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("length", [96, 256, 300])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_queries_in_blocks_give_the_kernels_numbers(length: int, dtype: torch.dtype, heads: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, num, length, 16, dtype=dtype) for num in (heads[0], heads[1], heads[1]))
+    found, compiled = [], torch.compile(attend, fullgraph=True)
+    for run, precision, values in ((compiled, "medium", (q, k, v)), (attend, "highest", (q, k, v))):
+        with fp32_products(precision):
+            inputs = [value.float() if run is attend else value for value in values]
+            leaves = [value.clone().requires_grad_() for value in inputs]
+            output = run(*leaves)
+            output.float().square().mean().backward()
+        found.append([output, *(leaf.grad for leaf in leaves)])
+    for ours, kernels in zip(*found, strict=True):
+        error = (ours.float() - kernels).norm() / kernels.norm()
+        assert error < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_documents_of_other_lengths_compile_nothing_again() -> None:
+    compiled, graphs = torch.compile(attend), []
+    torch.manual_seed(0)
+    for starts in ([0, 10, 35], [0, 3, 9, 20, 41], [0, 50]):
+        is_start = torch.zeros(1, 64, dtype=torch.bool)
+        is_start[0, starts] = True
+        mask = attach_layout(packed_layout(is_start, None, torch.device("cpu")))
+        q, k, v = (torch.randn(1, 2, 64, 16, requires_grad=True) for _ in range(3))
+        assert torch.allclose(compiled(q, k, v, mask), attend(q, k, v, mask))
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[-1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "length", "is_short"),
+    [
+        (torch.bfloat16, "highest", 512, True),
+        (torch.bfloat16, "highest", 513, False),
+        (torch.float32, "highest", 64, False),
+        (torch.float32, "medium", 512, True),
+        (torch.float32, "medium", 513, False),
+    ],
+)
+def test_fp32_rows_leave_the_kernel_where_onednn_multiplies(dtype, precision, length, is_short) -> None:
+    """The kernel's small blocks took 1.2 to 9 times as long as whole products there."""
+    with fp32_products(precision):
+        assert packed_attention._is_short(torch.empty(1, dtype=dtype), length) is is_short
