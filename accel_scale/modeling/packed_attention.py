@@ -21,8 +21,8 @@ from accel_scale.modeling.packed_mask import PackedLayout, dense_mask, packed_ma
 from accel_scale.modeling.packing.varlen import varlen_attention, varlen_refusal
 
 # The CPU's flash kernel is built for long rows and multiplies small blocks, where oneDNN is slow. Up to this length
-# two matrix products and a softmax are 1.2 to 9 times as fast in bf16, and in fp32 where oneDNN multiplies. With MKL in
-# fp32 the kernel wins. Measured for head sizes 16 to 128 on a CPU with AVX512-BF16.
+# two matrix products and a softmax are 1.2 to 9 times as fast in bf16, and in fp32 where oneDNN multiplies. With MKL
+# in fp32 the kernel wins. Measured for head sizes 16 to 128 on a CPU with AVX512-BF16.
 _SHORT_LENGTH = 512
 # Compiled, queries in blocks of this length skip most keys that they must not see, and are 1.1 to 1.5 times as fast.
 _COMPILED_BLOCK = 128
