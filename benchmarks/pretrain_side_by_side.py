@@ -16,7 +16,8 @@ differs:
 * ours: the recipe, from text to validation, guard on, logging every step; with and without --torch_compile. In fp32
   it uses oneDNN on CPUs that MKL does not support well (`use_onednn_in_fp32`), while the others use MKL;
 * HF Trainer: a data set of the same rows, logging every step;
-* litgpt: its own pretraining function and model code (which always compiles), with fused AdamW passed to it.
+* litgpt: its own pretraining function and model code (which always compiles), with fused AdamW passed to it. It starts
+  from other random weights, with which the bare loop's loss falls faster too: compare its speed only.
 
 The contestants take turns of a few steps while the others are paused (benchmarks/turns.py), after ten uncounted steps.
 Ratios are between turns of one round, seconds apart, because machines drift; the table has the median of the ratios

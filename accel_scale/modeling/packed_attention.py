@@ -214,7 +214,9 @@ def _device(device_type: str) -> Device:
     return detect_device(device_type)
 
 
-def _attend_short(q: Any, k: Any, v: Any, window: int | None, dropout: float, scaling: float | None) -> torch.Tensor:
+def _attend_short(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, dropout: float, scaling: float | None
+) -> torch.Tensor:
     """The same by two matrix products and a softmax; the queries of a group share their key head's product."""
     num_documents, length, num_heads, size = q.shape
     num_kv_heads = k.shape[2]
@@ -224,17 +226,49 @@ def _attend_short(q: Any, k: Any, v: Any, window: int | None, dropout: float, sc
     v = v.transpose(1, 2).reshape(-1, length, v.shape[-1])
     bias = _bias(length, window, q.dtype, q.device)
     scale = size**-0.5 if scaling is None else scaling
-    step = _COMPILED_BLOCK if torch.compiler.is_compiling() else length
+    is_compiling = torch.compiler.is_compiling()
+    step = _COMPILED_BLOCK if is_compiling else length
+    # In fp32, weights kept for the pass backward would take twice as much as in bf16, and the kernel keeps none.
+    recomputes = q.dtype == torch.float32 and not is_compiling and not dropout
     outputs = []
     for start in range(0, length, step):
         end = min(start + step, length)
         block_bias = bias[start:end, :end].repeat(group, 1)
         block = q[:, :, start:end].reshape(-1, group * (end - start), size)
-        weights = torch.baddbmm(block_bias, block, k[:, :end].transpose(1, 2), alpha=scale).softmax(-1)
-        output = torch.bmm(F.dropout(weights, dropout), v[:, :end])
+        if recomputes:
+            output = _Recomputed.apply(block, k, v, block_bias, scale)
+        else:
+            weights = _weights(block, k[:, :end], block_bias, scale)
+            output = torch.bmm(F.dropout(weights, dropout), v[:, :end])
         outputs.append(output.view(num_documents, num_kv_heads, group, end - start, -1))
     output = torch.cat(outputs, 3) if len(outputs) > 1 else outputs[0]
     return output.permute(0, 3, 1, 2, 4).reshape(num_documents, length, num_heads, -1)
+
+
+def _weights(q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor, scale: float) -> torch.Tensor:
+    return torch.baddbmm(bias, q, k.transpose(1, 2), alpha=scale).softmax(-1)
+
+
+class _Recomputed(torch.autograd.Function):
+    """Attention of (rows, length, size) that computes its weights again in the pass backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.bias, ctx.scale = bias, scale
+        return torch.bmm(_weights(q, k, bias, scale), v)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+        q, k, v = ctx.saved_tensors
+        weights = _weights(q, k, ctx.bias, ctx.scale)
+        of_values = torch.bmm(weights.transpose(1, 2), grads[0])
+        of_weights = torch.bmm(grads[0], v.transpose(1, 2))
+        # Of the softmax: each row's mean of `of_weights`, weighted, is taken off.
+        of_scores = of_weights.sub_((of_weights * weights).sum(-1, keepdim=True)).mul_(weights).mul_(ctx.scale)
+        return torch.bmm(of_scores, k), torch.bmm(of_scores.transpose(1, 2), q), of_values, None, None
 
 
 @functools.lru_cache(maxsize=16)

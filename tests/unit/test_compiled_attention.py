@@ -109,3 +109,26 @@ def test_fp32_rows_leave_the_kernel_where_onednn_multiplies(dtype, precision, le
     """The kernel's small blocks took 1.2 to 9 times as long as whole products there."""
     with fp32_products(precision):
         assert packed_attention._is_short(torch.empty(1, dtype=dtype), length) is is_short
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_fp32_rows_keep_no_weights_for_the_pass_backward(heads: tuple[int, int]) -> None:
+    """Plans count what the kernel keeps: queries, keys, values and outputs."""
+    torch.manual_seed(0)
+    length, found = 200, []
+    values = [torch.randn(2, num, length, 16) for num in (heads[0], heads[1], heads[1])]
+    for precision in ("medium", "highest"):
+        kept: list[int] = []
+
+        def keep(tensor: torch.Tensor, sizes: list[int] = kept) -> torch.Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        leaves = [value.clone().requires_grad_() for value in values]
+        with fp32_products(precision), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = attend(*leaves)
+            output.square().mean().backward()
+        assert max(kept) < length * length
+        found.append([output, *(leaf.grad for leaf in leaves)])
+    for ours, kernels in zip(*found, strict=True):
+        assert torch.allclose(ours, kernels, rtol=1e-4, atol=1e-6)
