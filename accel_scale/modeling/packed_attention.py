@@ -21,10 +21,10 @@ from accel_scale.modeling.packed_mask import PackedLayout, dense_mask, packed_ma
 from accel_scale.modeling.packing.varlen import varlen_attention, varlen_refusal
 
 # The CPU's flash kernel is built for long rows and multiplies small blocks, where oneDNN is slow. Up to this length
-# two matrix products and a softmax are 1.2 to 9 times as fast in bf16, and in fp32 where oneDNN multiplies. With MKL
-# in fp32 the kernel wins. Measured for head sizes 16 to 128 on a CPU with AVX512-BF16.
+# two matrix products and a softmax are faster in bf16, and in fp32 where oneDNN multiplies: up to several times, for
+# head sizes 16 to 128 on a CPU with AVX512-BF16. In fp32 with MKL the kernel wins.
 _SHORT_LENGTH = 512
-# Compiled, queries in blocks of this length skip most keys that they must not see, and are 1.1 to 1.5 times as fast.
+# Compiled, queries in blocks of this length skip most keys that they must not see.
 _COMPILED_BLOCK = 128
 
 
@@ -104,34 +104,29 @@ def _attend_packed(
         q, k, v = (_tokens_first(tensor) for tensor in (query, key, value))
         tokens = varlen_attention(q, k, v, layout.bounds, layout.longest, window=layout.window, scaling=scaling)
     else:
-        tokens = _attend_buckets(query, key, value, layout, dropout, scaling)
+        tokens = _attend_buckets((query, key, value), layout, dropout, scaling)
     return tokens.view(batch_size, length, num_heads, value.shape[-1])
 
 
 # Compiled, it would be compiled again for the buckets of every micro-batch.
 @torch.compiler.disable
 def _attend_buckets(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layout: PackedLayout,
-    dropout: float,
-    scaling: float | None,
+    tensors: tuple[torch.Tensor, ...], layout: PackedLayout, dropout: float, scaling: float | None
 ) -> torch.Tensor:
-    """(tokens, heads, size)."""
+    """Queries, keys and values, each (batch, heads, length, size), in; (tokens, heads, size) out."""
     sizes = [num_documents * padded for num_documents, padded in layout.buckets]
     # One node for all buckets of a tensor: slices would each produce a gradient as long as the whole, to be added up.
-    slots = [_ToSlots.apply(_tokens_first(tensor), layout).split(sizes) for tensor in (query, key, value)]
+    slots = [_ToSlots.apply(_tokens_first(tensor), layout).split(sizes) for tensor in tensors]
     outputs = []
     for (num_documents, padded), *parts in zip(layout.buckets, *slots, strict=True):
         q, k, v = (part.unflatten(0, (num_documents, padded)) for part in parts)
-        attend = _attend_short if _is_short(query, padded) else _attend_fused
+        attend = _attend_short if _is_short(tensors[0], padded) else _attend_fused
         window = layout.window if layout.window is not None and layout.window < padded else None
         outputs.append(attend(q, k, v, window, dropout, scaling).flatten(0, 1))
     return _FromSlots.apply(torch.cat(outputs) if len(outputs) > 1 else outputs[0], layout)
 
 
-# Constants to torch.compile, which would break every layer's graph at the questions about the device.
+# Constants to torch.compile, which would otherwise break every layer's graph at the device queries.
 @torch.compiler.assume_constant_result
 def _is_varlen(device_type: str, dtype: torch.dtype, key_size: int, value_size: int, dropout: float) -> bool:
     sizes = {"key_size": key_size, "value_size": value_size}
@@ -224,22 +219,22 @@ def _attend_short(
     q = q.unflatten(2, (num_kv_heads, group)).permute(0, 2, 3, 1, 4).flatten(0, 1)
     k = k.transpose(1, 2).reshape(-1, length, size)
     v = v.transpose(1, 2).reshape(-1, length, v.shape[-1])
-    bias = _bias(length, window, q.dtype, q.device)
+    bias = _bias(length, window, group, q.dtype, q.device)
     scale = size**-0.5 if scaling is None else scaling
     is_compiling = torch.compiler.is_compiling()
     step = _COMPILED_BLOCK if is_compiling else length
-    # In fp32, weights kept for the pass backward would take twice as much as in bf16, and the kernel keeps none.
+    # The kernel keeps no weights for the backward pass, and plans of fp32 runs count on that.
     recomputes = q.dtype == torch.float32 and not is_compiling and not dropout
     outputs = []
     for start in range(0, length, step):
         end = min(start + step, length)
-        block_bias = bias[start:end, :end].repeat(group, 1)
+        block_bias = bias[:, start:end, :end].flatten(0, 1)
         block = q[:, :, start:end].reshape(-1, group * (end - start), size)
+        keys, values = k[:, :end], v[:, :end]
         if recomputes:
-            output = _Recomputed.apply(block, k, v, block_bias, scale)
+            output = _Recomputed.apply(block, keys, values, block_bias, scale)
         else:
-            weights = _weights(block, k[:, :end], block_bias, scale)
-            output = torch.bmm(F.dropout(weights, dropout), v[:, :end])
+            output = torch.bmm(F.dropout(_weights(block, keys, block_bias, scale), dropout), values)
         outputs.append(output.view(num_documents, num_kv_heads, group, end - start, -1))
     output = torch.cat(outputs, 3) if len(outputs) > 1 else outputs[0]
     return output.permute(0, 3, 1, 2, 4).reshape(num_documents, length, num_heads, -1)
@@ -250,7 +245,7 @@ def _weights(q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor, scale: float)
 
 
 class _Recomputed(torch.autograd.Function):
-    """Attention of (rows, length, size) that computes its weights again in the pass backward."""
+    """Attention of (batch, length, size) that computes its weights again in the backward pass."""
 
     @staticmethod
     def forward(
@@ -266,15 +261,16 @@ class _Recomputed(torch.autograd.Function):
         weights = _weights(q, k, ctx.bias, ctx.scale)
         of_values = torch.bmm(weights.transpose(1, 2), grads[0])
         of_weights = torch.bmm(grads[0], v.transpose(1, 2))
-        # Of the softmax: each row's mean of `of_weights`, weighted, is taken off.
+        # The gradient of a softmax: weights · (gradient - its mean under the weights), row by row.
         of_scores = of_weights.sub_((of_weights * weights).sum(-1, keepdim=True)).mul_(weights).mul_(ctx.scale)
         return torch.bmm(of_scores, k), torch.bmm(of_scores.transpose(1, 2), q), of_values, None, None
 
 
 @functools.lru_cache(maxsize=16)
-def _bias(length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """(length, length): zero where a query sees a key, minus infinity elsewhere."""
-    return torch.zeros((), dtype=dtype, device=device).masked_fill(~_band(length, window, device), float("-inf"))
+def _bias(length: int, window: int | None, group: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """(group, length, length): zero where a query sees a key, minus infinity elsewhere."""
+    hidden = ~_band(length, window, device)
+    return torch.zeros((), dtype=dtype, device=device).masked_fill(hidden, float("-inf")).repeat(group, 1, 1)
 
 
 def _band(length: int, window: int | None, device: torch.device) -> torch.Tensor:

@@ -59,7 +59,7 @@ class CompileTrial:
     def of(cls, run: Run) -> CompileTrial:
         """Create from a run of the recipe; a trial needs an open flag, a CPU, and the whole model on each rank.
 
-        Isolated documents give every row another mask, for which layers would be recompiled again and again.
+        Attention over isolated documents is not compiled, so layers gain less from compiling.
         """
         is_whole = run.parallel is None and not run.launch.parallel.kind.shards_states
         is_open = run.model_args.torch_compile is None and not run.data_args.isolate_documents

@@ -37,11 +37,11 @@ def fp32_products(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def small_model(num_kv_heads: int = 2) -> LlamaModel:
+def small_model() -> LlamaModel:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=50,
-        num_key_value_heads=num_kv_heads, max_position_embeddings=512,
+        num_key_value_heads=2, max_position_embeddings=512,
     )  # fmt: skip
     config._attn_implementation = register_packed_attention()
     return LlamaModel(config).train()
@@ -92,7 +92,7 @@ def test_documents_of_other_lengths_compile_nothing_again() -> None:
         q, k, v = (torch.randn(1, 2, 64, 16, requires_grad=True) for _ in range(3))
         assert torch.allclose(compiled(q, k, v, mask), attend(q, k, v, mask))
         graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[0] == graphs[-1]
+    assert 0 < graphs[0] == graphs[-1]
 
 
 @pytest.mark.parametrize(
@@ -106,13 +106,13 @@ def test_documents_of_other_lengths_compile_nothing_again() -> None:
     ],
 )
 def test_fp32_rows_leave_the_kernel_where_onednn_multiplies(dtype, precision, length, is_short) -> None:
-    """The kernel's small blocks took 1.2 to 9 times as long as whole products there."""
+    """The kernel's small blocks are slow there."""
     with fp32_products(precision):
         assert packed_attention._is_short(torch.empty(1, dtype=dtype), length) is is_short
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
-def test_fp32_rows_keep_no_weights_for_the_pass_backward(heads: tuple[int, int]) -> None:
+def test_fp32_rows_keep_no_weights_for_the_backward_pass(heads: tuple[int, int]) -> None:
     """Plans count what the kernel keeps: queries, keys, values and outputs."""
     torch.manual_seed(0)
     length, found = 200, []
