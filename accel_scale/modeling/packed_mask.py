@@ -171,6 +171,8 @@ def attach_layout(layout: PackedLayout) -> torch.Tensor:
     """A 2-D tensor without content that carries `layout` through a model as its attention mask."""
     carrier = torch.empty(layout.starts.shape, dtype=torch.bool, device=layout.device)
     carrier.packed_layout = layout  # type: ignore[attr-defined]
+    if layout.device.type == "cuda":
+        _ = layout.bounds  # computed in a compiled layer, they would break its graph
     return carrier
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from accel_scale.modeling import packed_attention
 from accel_scale.modeling.packed_attention import packed_attention_forward, register_packed_attention
 from accel_scale.modeling.packed_mask import attach_layout, packed_layout
+from benchmarks import varlen_reference
 
 
 @pytest.fixture(autouse=True)
@@ -82,17 +83,39 @@ def test_queries_in_blocks_give_the_kernels_numbers(length: int, dtype: torch.dt
         assert error < (1e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
-def test_documents_of_other_lengths_compile_nothing_again() -> None:
-    compiled, graphs = torch.compile(attend), []
+def graphs_of_documents(compiled: Callable[..., torch.Tensor], dtype: torch.dtype) -> list[int]:
+    """How many graphs there are after each of several rows of documents; the outputs are checked."""
+    graphs = []
     torch.manual_seed(0)
-    for starts in ([0, 10, 35], [0, 3, 9, 20, 41], [0, 50]):
+    for starts in ([0, 10, 35], [0, 3, 9, 20, 41], [0, 50], [0, 7]):
         is_start = torch.zeros(1, 64, dtype=torch.bool)
         is_start[0, starts] = True
-        mask = attach_layout(packed_layout(is_start, None, torch.device("cpu")))
-        q, k, v = (torch.randn(1, 2, 64, 16, requires_grad=True) for _ in range(3))
+        layout = packed_layout(is_start, None, torch.device("cpu"))
+        assert layout.bounds.shape == (len(starts) + 1,)  # on a GPU, `attach_layout` computes them
+        mask = attach_layout(layout)
+        q, k, v = (torch.randn(1, 2, 64, 16, dtype=dtype, requires_grad=True) for _ in range(3))
         assert torch.allclose(compiled(q, k, v, mask), attend(q, k, v, mask))
         graphs.append(counters["stats"]["unique_graphs"])
+    return graphs
+
+
+def test_documents_of_other_lengths_compile_nothing_again() -> None:
+    graphs = graphs_of_documents(torch.compile(attend), torch.float32)
     assert 0 < graphs[0] == graphs[-1]
+
+
+def test_documents_in_the_kernel_are_one_graph_of_any_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's operators with the reference as their bodies: one graph, and a second for sizes that vary."""
+    library = torch.library.Library("torch_attn", "IMPL")
+    library.impl("_varlen_attn", varlen_reference.forward, "CPU", allow_override=True)
+    library.impl("_varlen_attn_backward", varlen_reference.backward, "CPU", allow_override=True)
+    always = torch.compiler.assume_constant_result(lambda *_: True)
+    monkeypatch.setattr(packed_attention, "_is_varlen", always)
+    try:
+        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+        assert graphs_of_documents(compiled, torch.bfloat16) == [1, 2, 2, 2]
+    finally:
+        library._destroy()
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,17 @@ sizes up to 256, any window, groups of query heads. It plans nothing per shape, 
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch.nn import functional as F
+
+try:  # at the top: torch.compile breaks a layer's graph at an import
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from accel_scale.facts.device import Device
@@ -33,19 +37,14 @@ def varlen_refusal(
         return refusal
     if dropout:
         return "it has no dropout"
-    return None if varlen_kernel() is not None else f"torch {torch.__version__} has no attention of variable length"
+    return None if _has_kernel() else f"torch {torch.__version__} has no attention of variable length"
 
 
-@functools.cache
-def varlen_kernel() -> Callable[..., torch.Tensor] | None:
-    """torch's function, if this version has it with windows and groups of heads (checked on 2.13)."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    has = inspect.signature(varlen_attn).parameters
-    fits = {"scale", "window_size", "enable_gqa"} <= set(has)
-    return cast(Callable[..., torch.Tensor], varlen_attn) if fits else None  # returns sums only on request
+def _has_kernel() -> bool:
+    """True if this version of torch has it with windows and groups of heads (checked on 2.13)."""
+    if varlen_attn is None:
+        return False
+    return {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(varlen_attn).parameters)
 
 
 def varlen_attention(
@@ -65,8 +64,7 @@ def varlen_attention(
         longest: Tokens of the longest document.
         window: Number of latest tokens that a query sees, including itself; None: its whole document.
     """
-    kernel = varlen_kernel()
-    assert kernel is not None
+    kernel = cast(Callable[..., torch.Tensor], varlen_attn)  # returns sums only on request
     size = query.shape[-1]
     missing = -size % _HEAD_MULTIPLE
     if missing:  # zeros add nothing to a product, and give zeros that are cut off again
