@@ -101,6 +101,7 @@ def main() -> int:
     for line, entry in found.items():
         print(f"{line}: {entry['count']} {entry['places'] or ''}")
     if options.results:
+        options.results.mkdir(parents=True, exist_ok=True)
         path = options.results / "device_waits.json"
         known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         known[options.column] = found
