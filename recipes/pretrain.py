@@ -170,7 +170,7 @@ def load_model(run: Run) -> None:
     base = build_model(
         run.model_args, config, settings.precision, run.attention, seed=run.args.seed, launch=launch, layout=layout
     )
-    fuse_agreed(settings.fused, base, settings.checkpointing)
+    fuse_agreed(settings.fused, base, settings.checkpointing, device_type=run.device_type)
     add_fast_lm_head(base, from_logits=checked.loss_from_logits)
     if not checked.loss_from_logits:
         tell_zero3(base)

@@ -39,6 +39,7 @@ def fused_kernels(case: Case) -> Finding | None:
     reason = why_no_kernels(
         device_type=case.device.type,
         is_installed=case.machine.has("liger-kernel"),
+        of_liger=flag == "use_liger_kernel",
         compiles=case.run.torch_compile,
         in_tiles=case.run.long_rows,
         divides_tensors=case.parallel.tensor_parallel_size > 1 or (case.run.tp_size or 1) > 1,

@@ -63,9 +63,10 @@ class SharedArguments:
     )
     fused_kernels: str = _flag(
         "auto",
-        "Liger's Triton kernels for norms, gated MLPs and rotary embeddings. auto: on CUDA, where liger-kernel is "
-        "installed, has a patch for the model, and a tiny model of the same configuration gives the same gradients "
-        "with it; on: or refuse to start; off: the model's own layers.",
+        "Norms, gated MLPs and rotary embeddings in few kernels: on CUDA Liger's, on a CPU norms and gated MLPs that "
+        "keep less for the backward pass. auto: where liger-kernel is installed (CUDA), the model's layers are known, "
+        "and a tiny model of the same configuration gives the same gradients with them; on: or refuse to start; off: "
+        "the model's own layers.",
         choices=FUSED_KERNELS,
     )
     global_batch_size: int | None = _flag(

@@ -47,7 +47,7 @@ class CompileTrial:
         long_run_seconds: float = LONG_RUN_SECONDS,
     ) -> None:
         self._model, self._say, self._long_run_seconds = model, say, long_run_seconds
-        self._state, self._seconds = state, list[float]()
+        self._state, self._seconds, self._was_fused = state, list[float](), False
         self._eager_seconds = float(str(state.setdefault("eager_seconds", 0.0)))
         state.setdefault("phase", OPEN)
         if not can_try or (self.phase in (TRIAL, KEPT) and not self._compiler_works()):
@@ -112,12 +112,19 @@ class CompileTrial:
             self._say(f"layers stay compiled: steps are {gain:.2f} x as fast")
             return
         self.close()
+        if self._was_fused:
+            from accel_scale.modeling.fused.own import fuse_own_layers
+
+            fuse_own_layers(self._model)
         self._enter(LEFT)
         self._say(f"layers are not compiled: steps would be {gain:.2f} x as fast")
 
     def _compile(self) -> None:
         from transformers.modeling_layers import GradientCheckpointingLayer
 
+        from accel_scale.modeling.fused.own import restore_layers
+
+        self._was_fused = restore_layers(self._model)  # the compiler fuses the model's own layers
         for module in self._model.modules():
             if isinstance(module, GradientCheckpointingLayer):
                 module.compile()

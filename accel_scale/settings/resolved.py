@@ -109,7 +109,8 @@ class Resolved:
     @property
     def fused_label(self) -> str | None:
         """The parts in fused kernels, for tables; None if there are none."""
-        return f"{FUSED_LABEL} {', '.join(self.fused)}" if self.fused else None
+        whose = "" if self.launch.device_type == "cpu" else FUSED_LABEL
+        return f"{whose} {', '.join(self.fused)}".strip() if self.fused else None
 
     @property
     def outcome(self) -> dict[str, str | int]:

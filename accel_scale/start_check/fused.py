@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from accel_scale.errors import ConfigError, first_line
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
-from accel_scale.modeling.fused.liger import fuse_layers, is_installed, why_no_kernels
+from accel_scale.modeling.fused.liger import fuse_layers, fuse_on_cpu, is_installed, why_no_kernels
 from accel_scale.modeling.model_class import scores_rows
 from accel_scale.settings.planned_setup import recipe_value
 from accel_scale.start_check.rows import tiny_batch
@@ -35,7 +35,8 @@ def settle_fused_kernels(
     device: torch.device,
     divides_tensors: bool = False,
 ) -> None:
-    """Decide which layers of a run are fused: those of Liger's patch, if the twin agrees with them.
+    """Decide which layers of a run are fused: on a GPU those of Liger's patch, on a CPU the project's own, if the twin
+    agrees with them.
 
     Args:
         settings: Resolved flags; the decision is stored in them.
@@ -50,16 +51,18 @@ def settle_fused_kernels(
     wanted, source = settings.scale.fused_kernels, settings.sources.get(_FLAG, "default")
     if wanted == "off":
         return
+    on_cpu = settings.launch.device_type == "cpu"
     reason = why_no_kernels(
         device_type=settings.launch.device_type,
         is_installed=is_installed(),
         compiles=bool(recipe_value(settings, "torch_compile")),
         in_tiles=settings.scale.long_rows,
         divides_tensors=divides_tensors,
+        of_liger="use_liger_kernel" in source,
     )
-    if reason is None and scores_rows(config):
+    if reason is None and not on_cpu and scores_rows(config):
         reason = "Liger patches models that predict tokens, and this one scores rows"
-    is_worth_a_line = reason is None
+    is_worth_a_line = reason is None and not on_cpu
     parts: tuple[str, ...] = ()
     resume = settings.values.get("resume", recipe_value(settings, "resume_from_checkpoint"))
     if (
@@ -69,7 +72,8 @@ def settle_fused_kernels(
     ):
         reason = "the run that goes on is without them"
     if reason is None:
-        parts, reason = fused_parts(config, device=device, trusts=bool(settings.values.get("trust_remote_code")))
+        trusts = bool(settings.values.get("trust_remote_code"))
+        parts, reason = fused_parts(config, device=device, trusts=trusts, of_liger=not on_cpu)
     if reason is not None and wanted == "on":
         raise ConfigError(
             f"fused kernels cannot be used: {reason}.", place=source, fix="use --fused_kernels auto, or off."
@@ -84,9 +88,18 @@ def settle_fused_kernels(
 
 
 def fused_parts(
-    config: PreTrainedConfig, *, device: torch.device, trusts: bool = False, policies: tuple[str, ...] = _POLICIES
+    config: PreTrainedConfig,
+    *,
+    device: torch.device,
+    trusts: bool = False,
+    policies: tuple[str, ...] = _POLICIES,
+    of_liger: bool = True,
 ) -> tuple[tuple[str, ...], str | None]:
-    """The parts that can be fused, and the reason if there are none; transformers is left unchanged."""
+    """The parts that can be fused, and the reason if there are none; transformers is left unchanged.
+
+    `of_liger` selects Liger's kernels, otherwise it is this project's layers for CPUs.
+    """
+    fuse, name = (fuse_layers, "Liger's kernels") if of_liger else (fuse_on_cpu, "the layers for CPUs")
     with undisturbed():
         try:
             own = build_twin(config, attention="eager", trust_remote_code=trusts)
@@ -100,11 +113,12 @@ def fused_parts(
             if isinstance(steps, str):
                 continue  # the model's own layers do not support this policy
             other = copy.deepcopy(own)
-            fused = fuse_layers(other, keeps_products=policy == "selective")
+            fused = fuse(other, keeps_products=policy == "selective")
             try:
                 if not fused.parts:
-                    return (), f"Liger has no patch for {config.model_type}"
-                reason = _disagreement(_step(other, policy, device), steps)
+                    none = "Liger has no patch" if of_liger else "there are none"
+                    return (), f"{none} for {config.model_type}"
+                reason = _disagreement(name, _step(other, policy, device), steps)
             finally:
                 fused.undo()
             if reason is not None:
@@ -113,13 +127,13 @@ def fused_parts(
     return parts, None
 
 
-def _disagreement(found: Step | str, expected: Step) -> str | None:
+def _disagreement(name: str, found: Step | str, expected: Step) -> str | None:
     from accel_scale.start_check.steps import difference
 
     if isinstance(found, str):
-        return f"Liger's kernels do not run on it: {found}"
+        return f"{name} do not run on it: {found}"
     gap = difference(found, expected)
-    return None if gap.is_small else f"Liger's kernels do not agree with the model's own layers: {gap}"
+    return None if gap.is_small else f"{name} do not agree with the model's own layers: {gap}"
 
 
 def _step(model: PreTrainedModel, policy: str, device: torch.device) -> Step | str:

@@ -48,7 +48,7 @@ def settle_open(
     divides = launch.parallel.tensor_parallel_size > 1 or (shared is not None and shared.layout.tp > 1)
     settle_fused_kernels(settings, config, say, device=device, divides_tensors=divides)
     settle_checkpointing(settings, launch, config, attention, say, shared=shared)
-    if settings.fused_label:
+    if settings.fused_label and kind != "cpu":
         say(f"fused kernels: {settings.fused_label}, which agree with the model's own layers")
 
 

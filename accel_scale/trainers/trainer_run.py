@@ -142,7 +142,7 @@ def load_run_model(run: TrainerRun, args: RecipeConfig) -> PreTrainedModel:
         images=settings.recipe.has_images,
         **{**model_class.dropouts_of(run.model_config), **options},
     )
-    fuse_agreed(settings.fused, model, settings.checkpointing)
+    fuse_agreed(settings.fused, model, settings.checkpointing, device_type=settings.launch.device_type)
     args.model_init_kwargs = None  # TRL's trainer does not need them once the model is loaded
     if quantization is not None:
         adapters.prepare_quantized_base(model, use_reentrant=settings.use_reentrant)

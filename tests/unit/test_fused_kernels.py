@@ -79,7 +79,6 @@ def test_they_are_used_without_being_asked_where_the_twin_agrees(settle: Any) ->
     ("flags", "why", "where"),
     [
         ("", "not installed", {"installed": False}),
-        ("", "need a CUDA device", {"device": "cpu"}),
         ("--torch_compile true", "torch.compile fuses", {}),
         ("--long_rows", "over slices of the rows", {}),
         ("", "tensor parallelism divides", {"divides_tensors": True}),
@@ -117,6 +116,12 @@ def test_what_cannot_be_honoured_is_refused() -> None:
         resolved("--fused_kernels maybe")
 
 
+def test_liger_is_not_replaced_by_others_where_it_was_named(settle: Any) -> None:
+    with pytest.raises(ConfigError, match=r"--use_liger_kernel: fused kernels cannot be used: .* need a CUDA device"):
+        settle("--use_liger_kernel true", device="cpu")
+    assert settle("--fused_kernels on", device="cpu")[0].fused_label == "RMSNorm, RoPE, SwiGLU"
+
+
 def test_the_doctor_says_so_before_the_launch() -> None:
     parallel = SimpleNamespace(tensor_parallel_size=1)
 
@@ -126,8 +131,9 @@ def test_the_doctor_says_so_before_the_launch() -> None:
 
     asked = RunSettings(fused_kernels="on")
     assert "not installed" in finding(asked, Device("cuda")).problem
-    assert "need a CUDA device" in finding(asked, CPU, "liger-kernel").problem
-    assert finding(RunSettings(use_liger_kernel=True), CPU).place == "--use_liger_kernel"
+    assert "need a CUDA device" in finding(asked, Device("mps"), "liger-kernel").problem
+    assert finding(asked, CPU) is None
+    assert finding(RunSettings(use_liger_kernel=True), CPU, "liger-kernel").place == "--use_liger_kernel"
     assert finding(asked, Device("cuda"), "liger-kernel") is None
     assert finding(RunSettings(), CPU) is None
     assert finding(dataclasses.replace(asked, long_rows=True), Device("cuda"), "liger-kernel") is not None
@@ -185,7 +191,8 @@ def test_another_model_of_the_family_rotates_on_the_cpu_with_its_own_function(mo
     fake_liger(monkeypatch, 1.0)
     own = modeling_llama.apply_rotary_pos_emb
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", own)  # restored afterwards
-    fuse_agreed(AGREED, modeling_llama.LlamaForCausalLM(CONFIG), CheckpointingPolicy("none"))
+    model = modeling_llama.LlamaForCausalLM(CONFIG)
+    fuse_agreed(AGREED, model, CheckpointingPolicy("none"), device_type="cuda")
     called: list[str] = []
     profiled = {own.__code__: "own"}
     sys.setprofile(lambda frame, event, arg: called.append(profiled.get(frame.f_code, frame.f_code.co_name)))

@@ -36,12 +36,21 @@ class Fused:
 
 
 def why_no_kernels(
-    *, device_type: str, is_installed: bool, compiles: bool, in_tiles: bool, divides_tensors: bool
+    *,
+    device_type: str,
+    is_installed: bool,
+    compiles: bool,
+    in_tiles: bool,
+    divides_tensors: bool,
+    of_liger: bool = False,
 ) -> str | None:
-    """The reason why Liger's kernels cannot be used for any model in this setup; None if they can."""
-    if device_type != "cuda":
-        return "they are Triton's and need a CUDA device"
-    if not is_installed:
+    """The reason why no model can have fused layers in this setup; None if it can.
+
+    With `of_liger`, those for CPUs do not count.
+    """
+    if device_type != "cuda" and (of_liger or device_type != "cpu"):
+        return "Liger's are Triton's and need a CUDA device"
+    if device_type == "cuda" and not is_installed:
         return "liger-kernel is not installed"
     if compiles:
         return "torch.compile fuses these layers itself"
@@ -55,6 +64,14 @@ def why_no_kernels(
 def is_installed() -> bool:
     """True if Liger and Triton are installed; imports neither."""
     return all(importlib.util.find_spec(name) is not None for name in ("liger_kernel", "triton"))
+
+
+def fuse_on_cpu(model: PreTrainedModel, *, keeps_products: bool) -> Fused:
+    """Give `model` the layers of `fuse_own_layers`; parameters as in `fuse_layers`."""
+    from accel_scale.modeling.fused.own import fuse_own_layers, restore_layers
+
+    del keeps_products  # nothing is overwritten
+    return Fused(fuse_own_layers(model), functools.partial(restore_layers, model))
 
 
 def fuse_layers(model: PreTrainedModel, *, keeps_products: bool) -> Fused:
@@ -82,9 +99,15 @@ def fuse_layers(model: PreTrainedModel, *, keeps_products: bool) -> Fused:
     return Fused(parts, functools.partial(_restore, before, classes_only=False))
 
 
-def fuse_agreed(parts: tuple[str, ...], model: PreTrainedModel, policy: CheckpointingPolicy) -> None:
+def fuse_agreed(
+    parts: tuple[str, ...], model: PreTrainedModel, policy: CheckpointingPolicy, *, device_type: str
+) -> None:
     """Patch the run's own model, if the check has agreed on any `parts`."""
-    if parts:
+    if parts and device_type == "cpu":
+        from accel_scale.modeling.fused.own import fuse_own_layers
+
+        fuse_own_layers(model)
+    elif parts:
         before = _module_globals()
         fuse_layers(model, keeps_products=policy.kind == "selective")
         _keep_own_on_cpu(before)

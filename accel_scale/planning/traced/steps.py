@@ -146,6 +146,6 @@ def division_conflict(model: ModelFacts, setup: TrainingSetup) -> str | None:
         return f"layers of {model.model_type} models are traced whole and are not divided"
     if kind_of(setup.checkpointing) == SEGMENTS:
         return f"layers of {model.model_type} models are traced one by one, not in segments"
-    if setup.long_rows or setup.fused:
-        return f"layers of {model.model_type} models are not traced in tiles or with Liger's kernels"
+    if setup.long_rows:
+        return f"layers of {model.model_type} models are not traced in tiles"
     return None

@@ -1,0 +1,153 @@
+"""Norms and gated MLPs of this project: which layers they replace, their gradients, and what they keep."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from accel_scale.modeling.fused.own import fuse_own_layers, restore_layers
+from accel_scale.start_check.fused import fused_parts
+
+CONFIG = LlamaConfig(
+    vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2,
+)  # fmt: skip
+IDS = torch.arange(2 * 40).view(2, 40) % 300
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(CONFIG)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # ones would hide a weight that is left out
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+    return model
+
+
+def step(model: Any, *, bf16: bool = False) -> tuple[float, dict[str, torch.Tensor], int]:
+    """Loss, gradients, and the bytes kept for the backward pass, weights not counted."""
+    known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in known:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=bf16),
+    ):
+        loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+    num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    loss.backward()
+    return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, num_bytes
+
+
+def gap(ours: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> float:
+    """The largest difference of a gradient, as a share of its norm."""
+    assert ours.keys() == own.keys()
+    return max(float((ours[name] - own[name]).norm() / own[name].norm()) for name in own)
+
+
+@pytest.mark.parametrize(
+    ("family", "parts"),
+    [
+        ("llama", ("RMSNorm", "SwiGLU")),
+        ("qwen3", ("RMSNorm", "SwiGLU")),
+        ("olmo2", ("RMSNorm", "SwiGLU")),
+        ("gemma2", ("RMSNorm", "GEGLU")),
+        ("gemma3_text", ("RMSNorm", "GEGLU")),
+        ("qwen3_next", ("RMSNorm", "SwiGLU")),
+        ("phi3", ("RMSNorm",)),
+        ("cohere2", ("SwiGLU",)),
+        ("gpt2", ()),
+        ("starcoder2", ()),
+    ],
+)
+def test_they_replace_the_layers_that_compute_the_same_and_no_others(family: str, parts: tuple[str, ...]) -> None:
+    found, reason = fused_parts(AutoConfig.for_model(family), device=torch.device("cpu"), of_liger=False)
+    assert found == parts
+    assert (reason is None) == bool(parts)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_gradients_are_the_models_own_and_less_is_kept(bf16: bool) -> None:
+    own, ours = llama(), llama()
+    assert fuse_own_layers(ours) == ("RMSNorm", "SwiGLU")
+    (loss, gradients, num_bytes), (expected, references, own_bytes) = step(ours, bf16=bf16), step(own, bf16=bf16)
+    assert loss == pytest.approx(expected, rel=1e-3 if bf16 else 1e-6)
+    assert gap(gradients, references) < (2e-2 if bf16 else 1e-5)
+    assert num_bytes < 0.85 * own_bytes  # logits and the copies of weights that autocast makes are in both
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_weights_and_rows_in_other_dtypes(dtype: torch.dtype) -> None:
+    norm = LlamaRMSNorm(32)
+    torch.nn.init.normal_(norm.weight, mean=1.0, std=0.3)
+    fused = copy.deepcopy(norm)
+    fuse_own_layers(fused)
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    results = []
+    for module in (norm, fused):
+        given = x.clone().requires_grad_()
+        out = module(given)
+        out.square().sum().backward()
+        results.append((out, given.grad, module.weight.grad))
+    for own, ours in zip(*results, strict=True):
+        assert own.dtype == ours.dtype
+        assert torch.allclose(own, ours, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-4)
+
+
+def test_a_second_backward_pass_gives_the_same_gradients() -> None:
+    model = llama()
+    fuse_own_layers(model)
+    loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+    loss.backward(retain_graph=True)
+    first = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    loss.backward()
+    assert all(torch.equal(parameter.grad, 2 * first[name]) for name, parameter in model.named_parameters())
+
+
+def test_a_layer_of_the_name_with_another_formula_is_left_alone() -> None:
+    class ScaledMLP(LlamaMLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 1.01 * super().forward(x)
+
+    class NoisyRMSNorm(LlamaRMSNorm):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden_states) + 0.01
+
+    model = torch.nn.ModuleList([ScaledMLP(CONFIG), NoisyRMSNorm(64), LlamaMLP(CONFIG)])
+    assert fuse_own_layers(model) == ("SwiGLU",)
+    assert [hasattr(module, "forward") and "forward" in vars(module) for module in model] == [False, False, True]
+
+
+def test_they_hold_no_weights_of_the_probe_and_can_be_undone() -> None:
+    model = llama()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    fuse_own_layers(model)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert restore_layers(model)
+    assert not restore_layers(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_adapters_on_the_linears_of_a_fused_mlp_are_trained() -> None:
+    results = []
+    for fused in (False, True):
+        model = llama()
+        if fused:
+            fuse_own_layers(model)
+        torch.manual_seed(1)
+        adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+        results.append(step(adapted))
+    (_, own, _), (_, ours, _) = results
+    assert any("down_proj.lora_B" in name for name in ours)
+    assert gap(ours, own) < 1e-5
