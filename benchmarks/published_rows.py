@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.stacks import STACKS
 from accel_scale.planning.models.catalogue import load_model_facts
-from accel_scale.planning.models.model_facts import ModelFacts
+from accel_scale.planning.models.model_facts import LinearFacts, ModelFacts
 from accel_scale.planning.models.training_setup import LoraSetup, ParallelSetup, TrainingSetup
 
 MEASUREMENTS = Path(__file__).parent / "data" / "memory_measurements.json"
@@ -64,6 +64,7 @@ def published_row(row: dict[str, Any]) -> PublishedRow:
         raise ConfigError(f"row {row['id']} states no length, batch or memory.")
     measured = row["peak_mem_gib"] / (row["n_gpus"] if row["sum_over_gpus"] else 1)
     model = load_model_facts(row["model"]["name"], allow_download=False)
+    model = _litgpts(model) if _is_litgpt(row) else model
     return PublishedRow(row["id"], source_of(row), row["stack"], metric_of(row), measured, model, setup_of(row), row)
 
 
@@ -93,20 +94,47 @@ def setup_of(row: dict[str, Any]) -> TrainingSetup:
         method="full" if peft is None else ("qlora" if peft["quant"] else "lora"),
         precision=precision,
         weight_dtype=weight_dtype,
+        frozen_dtype="float32" if peft and "fp32 weights" in row["dtype"] else None,
         optimizer=_optimizer(row),
         checkpointing=_checkpointing(row),
         attention="eager" if row["attention"] == "eager" else "flash_attention_2",
         loss=_loss(row),
         micro_batch_size=row["batch"] // pieces,
         sequence_length=row["seq_len"],
-        accumulation=pieces * (row["grad_accum"] or 1),
+        accumulation=pieces * _accumulation(row),
         lora=_lora(row),
         double_quantisation=bool(peft and "dq" in str(peft["quant"])),
         quantises_whole=STACKS["torchtune"].quantises_whole if _is_torchtune(row) else True,
+        keeps_quantised_inputs=_is_litgpt(row),
+        keeps_every=2 if row["stack"] == "torchtitan" else 1,  # models/llama/parallelize_llama.py, 2024
+        flat_blocks=_is_litgpt(row) and peft is not None and parallel.kind.is_fsdp,
         steps_in_backward=any(word in row["optimizer"].lower() for word in _IN_BACKWARD),
         compile=bool(row["torch_compile"]),
         parallel=parallel,
     )
+
+
+def _litgpts(model: ModelFacts) -> ModelFacts:
+    """A model as litgpt has it (litgpt/model.py): no tied head, GELU in one kernel, every product an `nn.Linear`."""
+    activation = "gelu_pytorch_tanh" if model.activation.startswith("gelu_") else model.activation
+
+    def plain(linears: tuple[LinearFacts, ...]) -> tuple[LinearFacts, ...]:
+        return tuple(replace(linear, quantisable=True, written_out=False) for linear in linears)
+
+    layers = tuple(replace(layer, attention=plain(layer.attention), mlp=plain(layer.mlp)) for layer in model.layers)
+    return replace(model, tied_embeddings=False, activation=activation, layers=layers)
+
+
+def _accumulation(row: dict[str, Any]) -> int:
+    """Micro-batches per step; litgpt's rows state the batch of a step instead."""
+    whole = re.search(r"batch (\d+) total", row["notes"] or "")
+    if row["grad_accum"] or whole is None:
+        return row["grad_accum"] or 1
+    return max(1, int(whole[1]) // (row["batch"] * row["n_gpus"]))
+
+
+def _is_litgpt(row: dict[str, Any]) -> bool:
+    return row["stack"].startswith("litgpt")
 
 
 def _is_torchtune(row: dict[str, Any]) -> bool:
@@ -167,6 +195,8 @@ def _lora(row: dict[str, Any]) -> LoraSetup:
         return LoraSetup(peft["r"], _QWEN_TARGETS, full_modules=full, dropout=_LORA_DROPOUT)
     if "mlp" in names or "w1" in names:
         return LoraSetup(peft["r"], dropout=_LORA_DROPOUT)
+    if "falcon" in row["model"]["name"] or "stablelm-base-alpha" in row["model"]["name"]:
+        return LoraSetup(peft["r"], ("query_key_value",), dropout=_LORA_DROPOUT)  # queries, keys and values in one
     return LoraSetup(peft["r"], tuple(f"{name[0]}_proj" for name in peft["targets"]), dropout=_LORA_DROPOUT)
 
 

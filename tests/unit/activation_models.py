@@ -10,6 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
+from accel_scale.modeling.fused.own import fuse_own_layers
 from accel_scale.modeling.packed_attention import register_packed_attention
 from accel_scale.optimization.fast_loss import add_fast_lm_head
 from accel_scale.planning.models.model_config import facts_from_config
@@ -106,6 +107,8 @@ def real_bytes(architecture: str, setup: TrainingSetup, **fields) -> tuple[float
     is_16_bit = setup.precision == "bf16_true" or (setup.method == "lora" and setup.precision == "bf16")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if is_16_bit else torch.float32).train()
     base = model
+    if setup.fused:
+        assert set(fuse_own_layers(model)) == set(setup.fused)
     if setup.method == "lora":
         from peft import LoraConfig, get_peft_model
 

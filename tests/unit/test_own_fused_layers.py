@@ -129,6 +129,21 @@ def test_a_layer_of_the_name_with_another_formula_is_left_alone() -> None:
     assert [hasattr(module, "forward") and "forward" in vars(module) for module in model] == [False, False, True]
 
 
+def test_a_class_whose_forward_was_replaced_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Size] = []
+    forward = LlamaMLP.forward
+
+    def watched(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.shape)
+        return forward(self, x)
+
+    monkeypatch.setattr(LlamaMLP, "forward", watched)
+    model = llama()
+    assert fuse_own_layers(model) == ("RMSNorm",)
+    model(input_ids=IDS)
+    assert len(seen) == 2
+
+
 def test_they_hold_no_weights_of_the_probe_and_can_be_undone() -> None:
     model = llama()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}

@@ -47,6 +47,16 @@ def test_hugging_face_stacks_are_predicted_well(boards):
     assert now["all_hf"]["median_error"] < now["all_hf"]["deepspeed_median_error"] / 3
 
 
+def test_other_loops_are_predicted_as_they_were_measured(boards):
+    now, _ = boards
+    assert now["all"]["rows"] >= 190
+    assert now["all"]["median_error"] <= 0.05
+    assert now["all"]["dangerous"] == 0
+    litgpt = [figures for source, figures in now["other"].items() if source.startswith("Lightning-AI/litgpt")]
+    assert sum(figures["rows"] for figures in litgpt) >= 60
+    assert all(figures["median_error"] <= 0.15 for figures in litgpt)
+
+
 def test_intervals_are_half_as_wide_where_states_rule():
     import planner_accuracy
 

@@ -61,7 +61,8 @@ def _torch(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, opt
     shards = parallel.num_shards if parallel.shards_weights else 1
     trained, width = groups.trainable / shards, setup.trained_bytes
     frozen = frozen_weight_bytes(setup, groups) / shards
-    weights, gradients = trained * width * _copies(setup) + frozen, trained * width
+    weights = trained * width * _copies(setup) + frozen
+    gradients = groups.with_gradients(setup) / shards * width
     weights += _buffers(model, setup) * _copies(setup)
     if setup.steps_in_backward:
         # One parameter's gradient at a time, the largest of which is the embedding's.

@@ -89,7 +89,7 @@ def _fsdp(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups) -> T
         unreduced_share=outside / groups.base if whole else 0.0,
         # Accelerate accumulates without synchronising unless told otherwise: gradients stay whole until the last
         # micro-batch.
-        waiting_gradient_bytes=0.0 if setup.sync_each_batch else groups.trainable * kept,
+        waiting_gradient_bytes=0.0 if setup.sync_each_batch else groups.with_gradients(setup) * kept,
     )
 
 

@@ -53,6 +53,10 @@ class ParameterGroups:
         layers = self.layer_linears + self.layer_norms
         return self.embedding + self.positions + layers + self.other + self.final_norm + self.head
 
+    def with_gradients(self, setup: TrainingSetup) -> int:
+        """Parameters for which memory of a gradient is allocated."""
+        return self.trainable + (self.layer_linears + self.layer_norms) * setup.flat_blocks
+
 
 def parameter_groups(facts: ModelFacts, setup: TrainingSetup) -> ParameterGroups:
     """Parameters of a model by group, and by their role in training.

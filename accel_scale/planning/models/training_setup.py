@@ -129,6 +129,11 @@ class TrainingSetup:
         quantises_whole: Whether every card holds a whole 4-bit base before it is sharded, as transformers loads it.
         expandable_segments: Whether torch's allocator extends its segments, so that it hoards no blocks.
         steps_in_backward: Whether each parameter is updated as soon as its gradient is ready, which is then freed.
+        keeps_quantised_inputs: Whether nodes of 4-bit products keep their inputs as long as a graph exists
+            (bitsandbytes before 0.44), in a loop that names its loss, and so keeps the graph before, until the next.
+        keeps_every: Under ``selective``, every n-th product of a layer's linears is kept (torchtitan: every second).
+        flat_blocks: Whether FSDP1 puts frozen and trained weights of a layer in one flat parameter, which has one
+            gradient for both.
         parallel: How ranks share the work.
     """
 
@@ -161,6 +166,9 @@ class TrainingSetup:
     quantises_whole: bool = True
     expandable_segments: bool = False
     steps_in_backward: bool = False
+    keeps_quantised_inputs: bool = False
+    keeps_every: int = 1
+    flat_blocks: bool = False
     parallel: ParallelSetup = field(default_factory=ParallelSetup)
 
     def __post_init__(self) -> None:

@@ -11,7 +11,7 @@ from accel_scale.facts.checkpointing import SEGMENTS, SUBLAYERS, kind_of
 from accel_scale.planning.models.model_facts import LayerFacts, ModelFacts
 from accel_scale.planning.models.parameters import adapter_rank
 from accel_scale.planning.models.training_setup import TrainingSetup, check_policy, period_of, with_segments
-from accel_scale.planning.tape.families import Family, check_setup, family_of
+from accel_scale.planning.tape.families import check_setup, family_of, family_under
 from accel_scale.planning.tape.head import Head, scores_loss
 from accel_scale.planning.tape.layers import Layer
 from accel_scale.planning.tape.linears import Weights, adapter_key
@@ -100,11 +100,6 @@ def step_bytes(
     return total
 
 
-def _family(model: ModelFacts, setup: TrainingSetup) -> Family:
-    family = family_of(model)
-    return replace(family, rms="fused") if "RMSNorm" in setup.fused else family
-
-
 def walked_layers(
     model: ModelFacts, setup: TrainingSetup
 ) -> tuple[tuple[LayerFacts, ...], list[tuple[LayerFacts, float]]]:
@@ -128,6 +123,7 @@ def _walk(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bo
     autocast = setup.compute_bytes if setup.autocast else None
     tape = Tape(autocast_bytes=autocast, adds_in_place=not is_tracked, is_cuda=is_cuda)
     ops, meter = Ops(tape), tape.meter
+    ops.keeps_quantised_inputs = setup.keeps_quantised_inputs and kind_of(setup.checkpointing) == "none"
     state = ShadowModel(ops, model, setup)
     peaks: list[float] = []
 
@@ -144,7 +140,7 @@ def _walk(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bo
     loss = state.loss(x)
     del x
     tape.leave_autocast()
-    saved = meter.live_bytes
+    saved, earlier = meter.live_bytes, sum(ops.quantised_inputs.values())
     tape.backward(loss)
     note()
     if state.entry is not None:
@@ -153,7 +149,7 @@ def _walk(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bo
     passes = peaks[1:] or peaks
     top = max(passes[:edge])
     bottom = max(passes[-edge - 1 :] if edge else passes)
-    return StepBytes(saved, forward, peaks[0], top, bottom, meter.live_bytes)
+    return StepBytes(saved, forward + earlier, peaks[0] + earlier, top, bottom, meter.live_bytes)
 
 
 def _adapted_modules(model: ModelFacts, setup: TrainingSetup) -> frozenset[str]:
@@ -168,7 +164,7 @@ class ShadowModel:
     """A whole model of sizes, without values."""
 
     def __init__(self, ops: Ops, model: ModelFacts, setup: TrainingSetup) -> None:
-        self.ops, self.model, self.setup, self.family = ops, model, setup, _family(model, setup)
+        self.ops, self.model, self.setup, self.family = ops, model, setup, family_under(model, setup)
         self._kind = kind_of(setup.checkpointing)
         self.rows = setup.micro_batch_size * setup.sequence_length / setup.parallel.sequence_parallel
         self.outside = Weights(setup, frozenset())
@@ -255,7 +251,8 @@ class ShadowModel:
             return layer(x)
         if self._kind == "offload":
             return self._offloaded(layer, x, index)
-        return self.ops.tape.checkpoint(lambda: layer(x), [x], keeps_products=self._kind == "selective")
+        keeps, every = self._kind == "selective", self.setup.keeps_every
+        return self.ops.tape.checkpoint(lambda: layer(x), [x], keeps_products=keeps, every=every)
 
     def _layer(self, facts: LayerFacts) -> Layer:
         assert self.tables is not None

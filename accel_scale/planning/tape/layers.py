@@ -8,7 +8,7 @@ from accel_scale.planning.models.model_facts import LayerFacts, ModelFacts
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.tape.attention import Attention
 from accel_scale.planning.tape.experts import mixture
-from accel_scale.planning.tape.families import Family
+from accel_scale.planning.tape.families import Family, lean_parts
 from accel_scale.planning.tape.gpt_attention import BloomAttention, FalconAttention, GptjAttention
 from accel_scale.planning.tape.latent import LatentAttention
 from accel_scale.planning.tape.linears import Weights, linear
@@ -171,7 +171,7 @@ class Layer:
         if len(names) == 2:
             return self.linear(names[1], self.fused_gate(self.linear(names[0], x)))
         gate, up, down = names
-        if {"SwiGLU", "GEGLU"}.intersection(self.setup.fused):
+        if {"SwiGLU", "GEGLU"}.intersection(lean_parts(self.setup)):
             return self.linear(down, self._fused_product(self.linear(gate, x), self.linear(up, x)))
         return self.linear(down, self.ops.mul(self.activate(self.linear(gate, x)), self.linear(up, x)))
 

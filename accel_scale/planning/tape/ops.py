@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from accel_scale.planning.tape.layouts import Layouts
 from accel_scale.planning.tape.tensors import Parameter, Tensor
 
@@ -9,7 +11,18 @@ FP32 = 4
 
 
 class Ops(Layouts):
-    """torch's operations as transformers' layers use them, on a `Tape`."""
+    """torch's operations as transformers' layers use them, on a `Tape`.
+
+    Attributes:
+        keeps_quantised_inputs: As in `TrainingSetup`.
+    """
+
+    keeps_quantised_inputs = False
+
+    @functools.cached_property
+    def quantised_inputs(self) -> dict[int, float]:
+        """Bytes of the inputs of 4-bit products, by their memory."""
+        return {}
 
     def autocast(self, x: Tensor) -> Tensor:
         """`x` in the dtype of matrix products under autocast."""
@@ -39,7 +52,7 @@ class Ops(Layouts):
         in_features = parameter.numel / out_features
         tokens = x.numel / in_features
         offset = None if bias is None else self.weight(bias)
-        out = self.tape.product(tokens * out_features, x.itemsize)
+        out = self.tape.product(tokens * out_features, x.itemsize, is_linear=True)
         wants = (x.requires_grad, parameter.trained, bias is not None and bias.trained)
         x_numel, numel, itemsize, has_bias = x.numel, parameter.numel, x.itemsize, bias is not None
 
@@ -69,7 +82,11 @@ class Ops(Layouts):
             del dequantised
             return [x_grad]
 
-        return self.tape.record(out, [x], [], backward)
+        if not self.keeps_quantised_inputs:
+            return self.tape.record(out, [x], [], backward)
+        if x.storage is not None:
+            self.quantised_inputs[id(x.storage)] = x.storage.num_bytes
+        return self.tape.record(out, [x], [x], backward)
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         """``a + b``, in the wider dtype."""

@@ -60,19 +60,24 @@ class Tape:
         finally:
             self._is_muted = before
 
-    def product(self, numel: float, itemsize: int) -> Tensor:
-        """The result of a matrix product or of attention, which selective checkpointing keeps."""
+    def product(self, numel: float, itemsize: int, *, is_linear: bool = False) -> Tensor:
+        """The result of a matrix product or of attention, which selective checkpointing keeps.
+
+        Of the products of linear layers, `is_linear`, it may keep only every n-th.
+        """
         if self._is_muted:
             return self.new(numel, itemsize)
         if self._dropping is not None and self._dropping.keeps_products:
-            result = self.new(numel, itemsize)
-            self._dropping.products.append(result.view())
+            result, block = self.new(numel, itemsize), self._dropping
+            is_kept = not is_linear or block.num_products % block.every == 0
+            block.num_products += is_linear
+            block.products.append(result.view() if is_kept else None)
             return result
         if self._recompute is not None and self._refilled + 1 == self._recompute.num_saving:
             # Torch stops before the last operation that saves something computes its result.
             return Tensor(None, numel, itemsize)
         if self._recompute is not None and self._recompute.products:
-            return self._recompute.products.popleft()
+            return self._recompute.products.popleft() or self.new(numel, itemsize)
         return self.new(numel, itemsize)
 
     def record(
@@ -109,14 +114,14 @@ class Tape:
         return output
 
     def checkpoint(
-        self, function: Callable[[], Tensor], kept: Iterable[Tensor], *, keeps_products: bool = False
+        self, function: Callable[[], Tensor], kept: Iterable[Tensor], *, keeps_products: bool = False, every: int = 1
     ) -> Tensor:
         """Run `function`, keeping the tensors `kept` but nothing that its operations save.
 
-        The backward pass runs it again. With `keeps_products`, results of matrix products and attention are kept and
-        not recomputed. Nested blocks are not supported.
+        The backward pass runs it again. With `keeps_products`, results of attention and of `every` n-th matrix product
+        are kept and not recomputed. Nested blocks are not supported.
         """
-        block = Recompute(function, keeps_products)
+        block = Recompute(function, keeps_products, every)
         inputs = [tensor.view() for tensor in kept]
         block.function = lambda: (function(), inputs)[0]
         self._dropping = block

@@ -102,7 +102,9 @@ class Recompute:
 
     function: Callable[[], Tensor]
     keeps_products: bool = False
+    every: int = 1
+    num_products: int = 0
     nodes: list[Node] = field(default_factory=list)
-    products: deque[Tensor] = field(default_factory=deque)
+    products: deque[Tensor | None] = field(default_factory=deque)
     is_done: bool = False
     num_saving: int = 0
