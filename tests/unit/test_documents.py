@@ -172,6 +172,11 @@ def test_what_is_said_of_intervals_and_reserved_memory_is_what_is_computed():
     )
     assert f"{inside} of the published measurements of Hugging Face stacks lie inside" in planning
     assert f"{inside} inside the interval" in figures
+    every = board["all"]
+    assert (
+        f"{every['rows']} in all | median error {100 * every['median_error']:.1f} %, {100 * every['inside']:.0f} %"
+    ) in figures
+    assert every["dangerous"] == 0
     for share, part in (
         (overheads.STATES_MARGIN, "weights, gradients and states"),
         (overheads.ACTIVATIONS_MARGIN, "activations and buffers"),
