@@ -105,6 +105,37 @@ def test_norms_of_weights_and_rows_in_other_dtypes(dtype: torch.dtype) -> None:
         assert torch.allclose(own, ours, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-4)
 
 
+def test_gradients_of_gradients_are_refused_rather_than_wrong() -> None:
+    norm = LlamaRMSNorm(8)
+    fuse_own_layers(norm)
+    x = torch.randn(3, 8, requires_grad=True)
+    (gradient,) = torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_layers_of_one_class_may_have_other_activations() -> None:
+    config = copy.deepcopy(CONFIG)
+    config.hidden_act = "relu"
+    model = torch.nn.ModuleList([LlamaMLP(CONFIG), LlamaMLP(config)])
+    expected = [mlp(torch.ones(1, 64)) for mlp in model]
+    assert fuse_own_layers(model) == ("SwiGLU",)
+    assert ["forward" in vars(mlp) for mlp in model] == [True, False]
+    assert all(torch.allclose(mlp(torch.ones(1, 64)), own) for mlp, own in zip(model, expected, strict=True))
+
+
+def test_a_gate_and_a_value_in_different_dtypes_are_multiplied_in_the_wider_one() -> None:
+    mlp = LlamaMLP(CONFIG)
+    mlp.gate_proj.to(torch.bfloat16)
+    mlp.gate_proj.register_forward_pre_hook(lambda module, args: (args[0].bfloat16(),))
+    expected = mlp(torch.ones(1, 64))
+    fuse_own_layers(mlp)
+    out = mlp(torch.ones(1, 64))
+    assert out.dtype is torch.float32
+    assert torch.equal(out, expected)
+    out.sum().backward()
+
+
 def test_a_second_backward_pass_gives_the_same_gradients() -> None:
     model = llama()
     fuse_own_layers(model)

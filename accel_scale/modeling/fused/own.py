@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 _MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
@@ -59,6 +60,7 @@ class _RmsNorm(torch.autograd.Function):
         return normed.mul_(weight) if weight.dtype == x.dtype else weight * normed
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, factor = ctx.saved_tensors
         dtype = torch.float32 if ctx.late else x.dtype
@@ -83,6 +85,7 @@ class _GatedProduct(torch.autograd.Function):
         return _activated(gate, gelu).mul_(up)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         gate, up = ctx.saved_tensors
         of_gate = grad * up
@@ -107,11 +110,17 @@ def _norm_around_one(self: _Norm, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 def _silu_mlp(self: _Mlp, x: torch.Tensor) -> torch.Tensor:
-    return self.down_proj(_GatedProduct.apply(self.gate_proj(x), self.up_proj(x), False))  # type: ignore[no-any-return]
+    return self.down_proj(_gated(self.gate_proj(x), self.up_proj(x), gelu=False))
 
 
 def _gelu_mlp(self: _Mlp, x: torch.Tensor) -> torch.Tensor:
-    return self.down_proj(_GatedProduct.apply(self.gate_proj(x), self.up_proj(x), True))  # type: ignore[no-any-return]
+    return self.down_proj(_gated(self.gate_proj(x), self.up_proj(x), gelu=True))
+
+
+def _gated(gate: torch.Tensor, up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
+    if gate.dtype is not up.dtype:  # an adapter in a wider dtype on one of them
+        return _activated(gate, gelu) * up
+    return _GatedProduct.apply(gate, up, gelu)  # type: ignore[no-any-return]
 
 
 # Each forward and its name in `FUSED_PARTS`.
@@ -122,9 +131,9 @@ _FORWARDS: dict[Callable[..., torch.Tensor], str] = {
 
 def fuse_own_layers(model: nn.Module) -> tuple[str, ...]:
     """Replace the forward of `model`'s RMSNorms and gated MLPs where it is known; returns the parts found."""
-    found: dict[type[nn.Module], Callable[..., torch.Tensor] | None] = {}
+    found: dict[tuple[type, type], Callable[..., torch.Tensor] | None] = {}
     for module in model.modules():
-        kind = type(module)
+        kind = type(module), type(getattr(module, "act_fn", None))
         if kind not in found:
             found[kind] = _equal_to(module)
         if (forward := found[kind]) is not None and "forward" not in vars(module):
