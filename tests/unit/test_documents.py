@@ -177,6 +177,10 @@ def test_what_is_said_of_intervals_and_reserved_memory_is_what_is_computed():
         f"{every['rows']} in all | median error {100 * every['median_error']:.1f} %, {100 * every['inside']:.0f} %"
     ) in figures
     assert every["dangerous"] == 0
+    speeds = json.loads((ROOT / "benchmarks/results/published_speeds.json").read_text())["all"]
+    error, held = f"{100 * speeds['median_error']:.1f} %", f"{100 * speeds['inside']:.0f} %"
+    assert f"{speeds['rows']} published speeds, 83 of them used in fitting | median error {error}, {held}" in figures
+    assert f"the median error is {error}, and {held} lie in the interval" in planning
     for share, part in (
         (overheads.STATES_MARGIN, "weights, gradients and states"),
         (overheads.ACTIVATIONS_MARGIN, "activations and buffers"),

@@ -66,6 +66,8 @@ def hardware_flops_per_token(
     if not trained and "lm_head" in setup.lora.full_modules:
         backward += head
     recompute = recomputed_fraction(setup.checkpointing) * (layers + attention + adapters)
+    if setup.checkpointing == "selective":
+        recompute += (1 - 1 / setup.keeps_every) * layers
     return FlopsPerToken(linears, attention, head, adapters, backward, recompute)
 
 
