@@ -37,6 +37,7 @@ class OptimizerSpec:
         is_paged: Whether states may be evicted to host memory when the card is full.
         on_host: Whether states always live in host memory.
         in_torch: Whether it needs only torch, on any device.
+        widens_embeddings: Whether embeddings have 32-bit states, though other weights have 8-bit ones.
         shares_weights: Whether it is known to update weights that model-parallel ranks share.
         steps_in_backward: Whether it updates weights in the backward pass, before the step can be inspected.
         compiles: Whether torch compiles its step, so that no dispatch mode may be active.
@@ -58,6 +59,7 @@ class OptimizerSpec:
     is_paged: bool = False
     on_host: bool = False
     in_torch: bool = False
+    widens_embeddings: bool = False
     shares_weights: bool = False
     steps_in_backward: bool = False
     compiles: bool = False
@@ -131,7 +133,7 @@ def _bnb(summary: str, num_states: int, bits: int, *, options: _Options | None =
     return OptimizerSpec(
         f"bitsandbytes {summary}{', 8-bit states' if bits == 8 else ''}{', paged' if is_paged else ''}",
         options=options or {}, num_states=num_states, state_bits=bits, is_paged=is_paged, zero_offload=zero_offload,
-        refused=refused,
+        refused=refused, widens_embeddings=bits == 8,
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "OptimizerSpec",
     "check_optimizer",
     "create_optimizer",
+    "keep_embeddings_wide",
     "optimizer_cls_and_kwargs",
     "optimizer_spec",
     "parse_optim_args",
@@ -81,6 +82,21 @@ def create_optimizer(
         offload_optimizer=offload_optimizer,
     )
     return optimizer_cls(params_or_groups, **kwargs)
+
+
+def keep_embeddings_wide(name: str, model: nn.Module) -> None:
+    """Give embeddings 32-bit states under bitsandbytes' 8-bit optimizers, as transformers' trainer does.
+
+    Call it before the first step. Other optimizers are not affected.
+    """
+    if not optimizer_spec(name).widens_embeddings:
+        return
+    import torch
+    from bitsandbytes.optim import GlobalOptimManager
+
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            GlobalOptimManager.get_instance().register_module_override(module, "weight", {"optim_bits": 32})
 
 
 def optimizer_cls_and_kwargs(

@@ -247,11 +247,13 @@ def make_optimizer(
         settings: The recipe's flags.
         launch: How the process was launched.
     """
-    from accel_scale.optimization.optimizers import create_optimizer
+    from accel_scale.optimization.optimizers import create_optimizer, keep_embeddings_wide
     from accel_scale.parallel.model_parallel import ModelParallel, decay_groups_of
 
     values = settings.values
     decay, is_shared = values["weight_decay"], isinstance(model, ModelParallel)
+    if not isinstance(model, ModelParallel):
+        keep_embeddings_wide(values["optim"], model)
     return create_optimizer(
         values["optim"],
         decay_groups_of(model, decay) if isinstance(model, ModelParallel) else decay_groups(model, decay),

@@ -105,11 +105,12 @@ class TrialRun:
     """Model, optimizer and the two halves of a step."""
 
     def __init__(self, model: Any, setup: TrainingSetup, device: str) -> None:
-        from accel_scale.optimization.optimizers import create_optimizer
+        from accel_scale.optimization.optimizers import create_optimizer, keep_embeddings_wide
 
         self.model, self.setup, self.device = model, setup, device
         self.precision = precision_named(setup.precision)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        keep_embeddings_wide(setup.optimizer, self.model)
         self.optimizer = create_optimizer(setup.optimizer, trained, lr=1e-5, device_type=device)
         shape = (setup.micro_batch_size, setup.sequence_length)
         self.ids = torch.randint(0, model.config.get_text_config().vocab_size, shape, device=device)

@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.optimizer_specs import OPTIMIZER_NAMES
@@ -15,10 +16,14 @@ from accel_scale.optimization.optimizers import (
     OPTIMIZERS,
     check_optimizer,
     create_optimizer,
+    keep_embeddings_wide,
     optimizer_cls_and_kwargs,
     parse_optim_args,
     state_bytes_per_parameter,
 )
+from accel_scale.planning.cost.sharding import state_bytes as sharding_bytes
+from accel_scale.planning.models.model_config import facts_from_config
+from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.quiet import quiet_imports
 
 quiet_imports()
@@ -311,6 +316,41 @@ def test_what_the_user_should_know():
     assert "4 bytes" in check_optimizer("adafactor", device_type="cuda", strategy="zero2")[0]
     (note,) = check_optimizer("lion_32bit", device_type="cuda", strategy="zero2", offload_optimizer=True)
     assert "DeepSpeed CPU Lion in place of lion_32bit" in note
+
+
+@pytest.fixture
+def fresh_manager():
+    """bitsandbytes has one record of exceptions for all optimizers of a process, by a parameter's position."""
+    from bitsandbytes.optim import GlobalOptimManager
+
+    yield
+    GlobalOptimManager.get_instance().initialize()
+
+
+@pytest.mark.usefixtures("fresh_manager")
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_keep_32_bit_states_as_in_the_plan(tied):
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    keep_embeddings_wide("adamw_bnb_8bit", model)
+    optimizer = create_optimizer("adamw_bnb_8bit", list(model.parameters()), lr=1e-3)
+    model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    optimizer.step()
+    wide = {id(p) for p in model.parameters() if optimizer.state[p]["state1"].dtype is torch.float32 and p.dim() > 1}
+    assert wide == {id(model.model.embed_tokens.weight)}
+    facts = facts_from_config(config.to_dict(), name="llama")
+    planned = sharding_bytes(facts, TrainingSetup(precision="fp32", optimizer="adamw_bnb_8bit")).optimizer_bytes
+    norms = 5 * 64 * (8 - 2.03)  # smaller than 4,096 values: 32 bit, which plans leave out
+    assert state_bytes(optimizer) == pytest.approx(planned + norms, rel=0.002)
+
+
+def test_wide_embeddings_do_not_concern_other_optimizers():
+    keep_embeddings_wide("adamw_torch_8bit", torch.nn.Embedding(2, 2))
+    with pytest.raises(ConfigError):
+        keep_embeddings_wide("adamm", torch.nn.Embedding(2, 2))
 
 
 def test_sizes_that_blocks_do_not_divide():

@@ -68,7 +68,11 @@ def _torch(model: ModelFacts, setup: TrainingSetup, groups: ParameterGroups, opt
         # One parameter's gradient at a time, the largest of which is the embedding's.
         gradients = min(trained, model.embedding_params) * width
     states = trained * optimizer.state_bytes(width)
-    update = trained * width * optimizer.transient_copies
+    if setup.trains_all and optimizer.widens_embeddings:
+        narrow = optimizer.state_bytes(width)
+        states += (groups.embedding + groups.positions) * (4 * (optimizer.num_states or 0) - narrow) / shards
+    stepped = gradients / width if setup.steps_in_backward else trained
+    update = stepped * width * optimizer.transient_copies
     host, whole = _load_bytes(setup, groups), _whole_on_card(setup, groups)
     if parallel.offloads_params:
         # FSDP's offload keeps weights, gradients and states on the host, where the optimizer steps.
