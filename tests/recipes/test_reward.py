@@ -63,7 +63,9 @@ def test_losses_are_those_of_trls_script_and_what_is_saved_scores_as_it_did(tmp_
     write_pairs(tmp_path / "pairs")
     lora = ["--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj", "--lora_dropout", "0"]
     given = lora if adapters else []
-    ours = run(REPOSITORY / "recipes/reward.py", tmp_path / "ours", "--precision", "fp32", *given)
+    ours = run(
+        REPOSITORY / "recipes/reward.py", tmp_path / "ours", "--precision", "fp32", "--fused_kernels", "off", *given
+    )
     plain = ["--dtype", "float32", "--bf16", "false", "--use_cpu", "--report_to", "none"]
     given = [*lora, "--lora_task_type", "SEQ_CLS"] if adapters else []
     theirs = run(Path(trl.scripts.__file__).with_name("reward.py"), tmp_path / "theirs", *plain, *given)

@@ -529,7 +529,11 @@ def test_whole_checkpoint_of_quantised_states(edited):
 
 def test_fused_kernels():
     rule, asked = "fused_kernels", RunSettings(fused_kernels="on")
-    fires(rule, asked, shipped("fsdp2"), LAPTOP, place="--fused_kernels", fix="--fused_kernels auto")
+    sliced = dataclasses.replace(asked, long_rows=True)
+    fires(rule, sliced, shipped("fsdp2"), LAPTOP, place="--fused_kernels", fix="--fused_kernels auto")
+    ligers = RunSettings(use_liger_kernel=True)
+    fires(rule, ligers, shipped("fsdp2"), LAPTOP, place="--use_liger_kernel", says="need a CUDA device")
+    silent(rule, asked, shipped("fsdp2"), LAPTOP)
     silent(rule, RunSettings(), shipped("fsdp2"), LAPTOP)
 
 
