@@ -50,7 +50,7 @@ EXPLANATIONS = {
     "qwen fp16": "Qwen's own code takes the loss of fp16 logits under DeepSpeed; transformers, which is modelled, "
     "makes an fp32 copy of them, so long rows are predicted too large.",
     "torchtitan": "torchtitan's tensor parallelism divides the residual stream and the logits too, and this project's "
-    "does not. Its memory for one setting fell by 30 % between 2024 and 2025.",
+    "does not. Its tables also differ by 30 % for one setting.",
     "own loop": "Trained by a loop of its own (fused projections, losses in chunks of its own, its own compilation), "
     "not by transformers; listed to show where the model of the layers ends.",
 }

@@ -182,7 +182,7 @@ def keep_freed_memory(environment: Mapping[str, str] | None = None) -> bool:
         library = ctypes.CDLL(None)
         library.gnu_get_libc_version  # noqa: B018  # only glibc has it
         is_set = any(library.mallopt(_M_MMAP_THRESHOLD, most) for most in (_LARGEST_INT, _OLD_GLIBC_MOST))
-        # Every arena keeps its own freed memory: two held 18 MiB less than many on the embedded fine-tuning.
+        # Every arena keeps its own freed memory, so few of them hold less.
         library.mallopt(_M_ARENA_MAX, 2)
         return bool(is_set and library.mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT))
     return False

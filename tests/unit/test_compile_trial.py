@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from accel_scale.modeling.fused.own import fuse_own_layers
 from accel_scale.pretraining.compile_trial import KEPT, LEFT, LONG_RUN_SECONDS, OPEN, TRIAL, CompileTrial
 
 EAGER_STEPS, TRIAL_STEPS = 6, 10  # the first steps of each are not timed: they allocate, or compile
@@ -63,6 +64,22 @@ def test_compiled_layers_are_kept_where_they_are_a_tenth_faster():
     assert told(again, 0.5, TRIAL_STEPS) == KEPT
     assert "2.00 x as fast" in said[-1]
     assert told(CompileTrial(model, said.append, can_try=True, state=dict(going_on)), 9.0, 50) == KEPT
+
+
+def test_fused_layers_are_the_models_own_while_they_are_compiled_and_fused_again_if_compiling_does_not_pay():
+    model, state = tiny(), {}
+    fuse_own_layers(model)
+    norm = model.model.layers[0].input_layernorm
+    trial = CompileTrial(model, lambda line: None, can_try=True, state=state)
+    assert told(trial, 1.0, EAGER_STEPS) == TRIAL
+    assert "forward" not in vars(norm)
+    going_on = dict(state)
+    assert told(trial, 0.95, TRIAL_STEPS) == LEFT
+    assert "forward" in vars(norm)
+    resumed = CompileTrial(model, lambda line: None, can_try=True, state=going_on)  # stopped during the trial
+    assert "forward" not in vars(norm)
+    assert told(resumed, 0.5, TRIAL_STEPS) == KEPT
+    assert "forward" not in vars(norm)
 
 
 def test_short_runs_and_choices_of_the_user_are_left_alone():
