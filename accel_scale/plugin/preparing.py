@@ -117,6 +117,7 @@ def adapt_optimizer(
     optimizer: torch.optim.Optimizer,
     schedules: Sequence[Any] = (),
     *,
+    models: Sequence[torch.nn.Module],
     global_batch_size: int,
     adapter_parameters: Sequence[torch.nn.Parameter] = (),
     keep_rates: bool = False,
@@ -125,6 +126,7 @@ def adapt_optimizer(
 
     Args:
         schedules: The script's own over `optimizer`, which stay in use unless the plugin has one.
+        models: The models that it may update.
         global_batch_size: In sequences, for scaling the learning rate.
         adapter_parameters: As for `replace_optimizer`.
         keep_rates: The learning rates are already the plugin's.
@@ -132,6 +134,10 @@ def adapt_optimizer(
     if scale.lr_schedule is not None:
         schedules = ()  # the plugin's takes their place
     if scale.optimizer is not None:
+        from accel_scale.optimization.optimizers import keep_embeddings_wide
+
+        for model in models:
+            keep_embeddings_wide(scale.optimizer, model)
         optimizer = replace_optimizer(
             optimizer,
             scale.optimizer,

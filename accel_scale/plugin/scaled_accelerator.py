@@ -230,6 +230,7 @@ def prepare(scale: ScaleSettings, accelerator: Accelerator, parts: tuple[Any, ..
             accelerator,
             optimizer,
             moved.get(id(optimizer), ()),
+            models=trained,
             global_batch_size=global_batch_size,
             adapter_parameters=adapter_parameters,
         )

@@ -212,6 +212,7 @@ class ScaleTrainerMixin(LearningMixin, GuardMixin, MemoryRecoveryMixin, OutputFo
             self.accelerator,
             optimizer,
             schedules,
+            models=[self.model],
             global_batch_size=0 if follows_args else self._train_batch_size * self._batches_per_step,
             adapter_parameters=added,
             keep_rates=follows_args,

@@ -90,10 +90,26 @@ def test_a_schedule_of_the_plugins_starts_from_the_peak_of_what_it_replaces() ->
     optimizer = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias]}], lr=1.0)
     OneCycleLR(optimizer, max_lr=[1e-2, 1e-3], total_steps=8)
     plugin = ScalePlugin(lr_schedule="constant", num_training_steps=4)
-    made = adapt_optimizer(plugin, Accelerator(cpu=True), optimizer, global_batch_size=1)
+    made = adapt_optimizer(plugin, Accelerator(cpu=True), optimizer, models=[model], global_batch_size=1)
     assert made is optimizer
     assert [group["lr"] for group in made.param_groups] == pytest.approx([1e-2, 1e-3])
     assert not any({"initial_lr", "max_lr", "min_lr"} & group.keys() for group in made.param_groups)
+
+
+def test_8_bit_states_of_the_plugins_optimizer_leave_out_embeddings() -> None:
+    from bitsandbytes.optim import GlobalOptimManager
+
+    model = torch.nn.Sequential(torch.nn.Embedding(128, 64), torch.nn.Linear(64, 128, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    plugin = ScalePlugin(optimizer="adamw_bnb_8bit")
+    model, made = plugin.prepare(Accelerator(cpu=True), model, optimizer)
+    try:
+        model(torch.arange(4)).sum().backward()
+        made.step()
+        kept = [made.optimizer.state[parameter]["state1"].dtype for parameter in model.parameters()]
+        assert kept == [torch.float32, torch.uint8]
+    finally:
+        GlobalOptimManager.get_instance().initialize()  # one for all optimizers of a process
 
 
 def test_a_prepared_schedule_steps_once_per_update() -> None:
