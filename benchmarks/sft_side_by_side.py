@@ -49,7 +49,7 @@ _FIGURES = (
 
 
 def contestants(workload: Workload) -> dict[str, list[Contestant]]:
-    """Contestants by group: `trl_defaults`, the candidates for `trl_tuned`, and `accel_scale`."""
+    """Contestants by group: `trl_defaults`, the candidates for `trl_tuned` and `trl_mixed`, and `accel_scale`."""
     import trl
 
     lengths = document_lengths(workload)
@@ -93,7 +93,16 @@ def contestants(workload: Workload) -> dict[str, list[Contestant]]:
             padded("micro-batch 32, by length, fp32", 32, plain, by_length, single),
             packed(f"packed rows of {short_rows}, fp32", short_rows, plain, single),
         ],
-        "accel_scale": [Contestant("accel-scale defaults", ours, (*common, our_data, *workload.our_flags))],
+        # In the precision of the defaults, TRL's and ours: fp32 weights, bf16 arithmetic.
+        "trl_mixed": [
+            padded("micro-batch 16, by length", 16, plain, by_length),
+            padded("micro-batch 32, by length", 32, plain, by_length),
+            packed(f"packed rows of {short_rows}", short_rows, plain),
+        ],
+        "accel_scale": [
+            Contestant("accel-scale defaults", ours, (*common, our_data, *workload.our_flags)),
+            Contestant("accel-scale, bf16 weights", ours, (*common, our_data, *workload.our_flags, half)),
+        ],
     }
 
 
@@ -165,13 +174,16 @@ def compare(
 ) -> dict[str, Any]:
     """Choose the fastest tuning of every tool, then run all in turns; `pythons` are the other tools' interpreters."""
     groups = contestants(workload)
-    families = {"TRL": (groups["trl_defaults"][0], groups["trl_tuned"])}
+    families: dict[str, tuple[Contestant | None, list[Contestant]]] = {
+        "TRL": (groups["trl_defaults"][0], groups["trl_tuned"]),
+        "TRL in mixed precision": (None, groups["trl_mixed"]),
+    }
     for key, python in pythons.items():
         defaults, *candidates = TOOLS[key].contestants(workload, python)
         families[TOOLS[key].title] = replace(defaults, name=f"{TOOLS[key].title} defaults"), candidates
     chosen, tried = [], {}
     for title, (defaults, candidates) in families.items():
-        chosen.append(defaults)
+        chosen += [defaults] if defaults else []
         if tune:
             tried[title] = tuned(candidates, workload, folder / f"tuning {title}", num_threads)
             best = max(candidates, key=lambda c: tried[title][c.name]["tokens_per_second"])

@@ -39,7 +39,7 @@ COLUMN_ROLES = (
 RowsWith: TypeAlias = Literal["pairs", "labels", "images"]
 METHODS = tuple(METHOD_FACTS)
 FUSED_KERNELS = ("auto", "on", "off")
-# Layers of a model that Liger's kernels can replace, and the label for them.
+# Layers of a model that fused kernels can replace, and the label of Liger's.
 FUSED_PARTS = ("RMSNorm", "LayerNorm", "RoPE", "SwiGLU", "GEGLU")
 FUSED_LABEL = "Liger's"
 # Activation checkpointing left to the plan: the fastest of `AUTO_POLICIES` that fits. They are ordered from the least

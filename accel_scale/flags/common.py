@@ -63,8 +63,8 @@ class SharedArguments:
     )
     fused_kernels: str = _flag(
         "auto",
-        "Norms, gated MLPs and rotary embeddings in few kernels: on CUDA Liger's, on a CPU norms and gated MLPs that "
-        "keep less for the backward pass. auto: where liger-kernel is installed (CUDA), the model's layers are known, "
+        "Norms, gated MLPs and rotary embeddings in few kernels: on CUDA Liger's, on a CPU this project's, which keep "
+        "less for the backward pass. auto: where liger-kernel is installed (CUDA), the model's layers are known, "
         "and a tiny model of the same configuration gives the same gradients with them; on: or refuse to start; off: "
         "the model's own layers.",
         choices=FUSED_KERNELS,

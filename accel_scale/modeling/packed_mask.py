@@ -14,6 +14,8 @@ from accel_scale.modeling.packing.row_facts import RowFacts, cumulative, uploade
 # Documents whose lengths round up to within this ratio of the longest one share a bucket.
 _BUCKET_RATIO = 0.7
 _LENGTH_MULTIPLE = 16
+# Shorter documents that are left share it, too, if they take up no more than this share of all tokens there.
+_SPARE_SHARE = 0.03
 
 
 class PackedLayout:
@@ -102,10 +104,13 @@ def packed_layout(starts: torch.Tensor, window: int | None, device: torch.device
 def bucket_lengths(descending: list[int]) -> list[tuple[int, int]]:
     """(number of documents, padded length) of buckets for document lengths given in descending order."""
     buckets: list[tuple[int, int]] = []
-    for length in descending:
+    most_spare = _SPARE_SHARE * sum(descending)
+    for index, length in enumerate(descending):
         rounded = -(-length // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
-        if buckets and rounded >= _BUCKET_RATIO * buckets[-1][1]:
-            buckets[-1] = (buckets[-1][0] + 1, buckets[-1][1])
+        padded = buckets[-1][1] if buckets else 0
+        is_rest_small = padded * (len(descending) - index) <= most_spare
+        if buckets and (rounded >= _BUCKET_RATIO * padded or is_rest_small):
+            buckets[-1] = (buckets[-1][0] + 1, padded)
         else:
             buckets.append((1, length))
     return buckets

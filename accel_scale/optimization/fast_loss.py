@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 from accel_scale.errors import ConfigError
 from accel_scale.modeling.attention import with_document_lengths
 from accel_scale.modeling.packed_mask import known_documents
-from accel_scale.modeling.packing.row_facts import ROW_FACTS, Counting, RowFacts
+from accel_scale.modeling.packing.row_facts import ROW_FACTS, Counting, RowFacts, filled_up
 from accel_scale.optimization.head_loss import head_loss, logits_loss
 from accel_scale.optimization.labelled_tokens import forget_labelled, only_labelled, skip_unlabelled
 from accel_scale.optimization.loss import count_loss_tokens, on_device
@@ -26,6 +26,7 @@ from accel_scale.optimization.router_loss import forward_with_router
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
     from accel_scale.optimization.router_loss import RouterLoss
 
@@ -66,6 +67,8 @@ def add_fast_lm_head(model: Any, *, from_logits: bool = False) -> None:
             return previous(*args, **kwargs)
         shift = "shift_labels" not in kwargs
         facts = kwargs.pop(ROW_FACTS, None) if shift else None  # parts of rows have their own attention
+        if facts is not None and not kwargs.get("router_loss"):  # whose mean is over all tokens
+            kwargs, facts = filled_up(kwargs, facts, _multiplied_dtype(self))
         if shift:
             kwargs = with_document_lengths(kwargs, self.config._attn_implementation or "", facts)
         labels = kwargs.pop("labels" if shift else "shift_labels")
@@ -97,6 +100,11 @@ def add_fast_lm_head(model: Any, *, from_logits: bool = False) -> None:
     model._has_fast_lm_head = True
 
 
+def _multiplied_dtype(model: PreTrainedModel) -> torch.dtype:
+    device_type = model.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else model.dtype
+
+
 def tell_zero3(model: Any) -> None:
     """Tell ZeRO-3 that the model's own forward uses the head's weights, which belong to a module that is not called.
 
@@ -118,7 +126,7 @@ class FastLossMixin:
     """Mixin before `trl.SFTTrainer`: ``class Trainer(FastLossMixin, SFTTrainer)``; used in training and evaluation.
 
     Logs `num_tokens` as TRL does, and `mean_token_accuracy` in evaluation; in training if `log_token_accuracy`.
-    `skips_unlabelled` computes the last layer's MLP for labelled tokens only; set it if the start check allows it.
+    `skips_unlabelled` computes the last layer for labelled tokens only; set it if the start check allows it.
     Other cases use TRL's own loss: `loss_type` other than nll, label smoothing, a custom loss function, images,
     Accelerate's own sequence parallelism, prompt-learning adapters.
     """

@@ -103,8 +103,8 @@ class Resolved:
     @property
     def fused(self) -> tuple[str, ...]:
         """Parts of the model that run in fused kernels; see `fuse_layers` on rotary embeddings."""
-        is_selective = self.checkpointing.kind == "selective"
-        return tuple(part for part in self.agreed_kernels if not (part == "RoPE" and is_selective))
+        overwrites = self.checkpointing.kind == "selective" and self.launch.device_type != "cpu"
+        return tuple(part for part in self.agreed_kernels if not (part == "RoPE" and overwrites))
 
     @property
     def fused_label(self) -> str | None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy
     from accel_scale.start_check.rows import RowKind
 
-# What the recipe's loss is computed from: last hidden states, with the last MLP for labelled tokens only or for all
+# What the recipe's loss is computed from: last hidden states, with the last layer for labelled tokens only or for all
 # tokens, or the model's own logits.
 Head = Literal["labelled", "all", "logits"]
 
@@ -68,7 +68,7 @@ class Verdict:
     Attributes:
         attention: The implementation to load the model with.
         loss_from_logits: Whether the loss must use the model's own logits because its head is more than a product.
-        skips_unlabelled: Whether the last layer's MLP may be computed for labelled tokens only.
+        skips_unlabelled: Whether the last layer may be computed for labelled tokens only.
         untrained: Names in the twin of trainable weights that no gradient reaches.
         exclude_modules: Names of modules whose adapters would never train.
         notes: Notes for the user, one line each.

@@ -42,7 +42,7 @@ class ScaleSFTTrainer(_SFTBase, SFTTrainer):
 
     Args:
         loss_from_logits: Compute the loss from the model's own logits, as the start check may request.
-        skips_unlabelled: Compute the last layer's MLP for labelled tokens only, if the start check allows it.
+        skips_unlabelled: Compute the last layer for labelled tokens only, if the start check allows it.
         **kwargs: Arguments of `RecipeTrainerMixin` and `SFTTrainer`, and `sp_size` of `SequenceParallelMixin`.
     """
 

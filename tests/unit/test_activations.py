@@ -58,11 +58,11 @@ LLAMA_SETUPS = {
     "padded": replace(PLAIN, mean_length=72),
     "packed, eager": replace(PLAIN, packing=True, attention="eager"),
     "one row": replace(PLAIN, micro_batch_size=1, attention="eager"),
-    "fused": replace(PLAIN, fused=("RMSNorm", "SwiGLU")),
-    "fused, bf16": replace(PLAIN, fused=("RMSNorm", "SwiGLU"), precision="bf16"),
-    "fused, true bf16": replace(PLAIN, fused=("RMSNorm", "SwiGLU"), precision="bf16_true"),
-    "fused, checkpointed": replace(PLAIN, fused=("RMSNorm", "SwiGLU"), checkpointing="full"),
-    "fused, lora": replace(LORA, fused=("RMSNorm", "SwiGLU")),
+    "fused": replace(PLAIN, fused=("RMSNorm", "RoPE", "SwiGLU")),
+    "fused, bf16": replace(PLAIN, fused=("RMSNorm", "RoPE", "SwiGLU"), precision="bf16"),
+    "fused, true bf16": replace(PLAIN, fused=("RMSNorm", "RoPE", "SwiGLU"), precision="bf16_true"),
+    "fused, checkpointed": replace(PLAIN, fused=("RMSNorm", "RoPE", "SwiGLU"), checkpointing="full"),
+    "fused, lora": replace(LORA, fused=("RMSNorm", "RoPE", "SwiGLU")),
 }
 
 
@@ -146,7 +146,7 @@ def test_compiled_layers_keep_what_layers_with_fused_norms_and_gates_keep(precis
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_fused_layers_of_gemma_keep_and_reach_what_is_predicted(checkpointing):
-    setup = replace(PLAIN, fused=("RMSNorm", "GEGLU"), checkpointing=checkpointing, attention="eager")
+    setup = replace(PLAIN, fused=("RMSNorm", "RoPE", "GEGLU"), checkpointing=checkpointing, attention="eager")
     saved, peak = real_bytes("gemma2", setup)
     said = predicted("gemma2", setup)
     assert said.saved_bytes == pytest.approx(saved, rel=0.015)

@@ -181,7 +181,7 @@ def test_a_process_that_trains_keeps_few_compiled_products_unless_told_otherwise
     del os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]
     cpu_process.tune_cpu_process()
     assert (flushed, kept) == ([True], [True])
-    assert [os.environ[name] for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")] == ["7", "24"]
+    assert [os.environ[name] for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")] == ["7", "40"]
 
 
 def test_without_a_launcher_nothing_set_is_nothing_chosen(monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""The last layer's MLP computed for labelled tokens only: same loss and gradients, and less work."""
+"""The last layer computed for labelled tokens only: same loss and gradients, and less work."""
 
 import copy
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ IDS = torch.randint(1, 60, (3, 20), generator=torch.Generator().manual_seed(0))
 LABELS = IDS.clone()
 LABELS[:, :14] = -100
 LABELS[2, 17:] = -100  # padding
-NUM_ROWS = 16  # 15 labels, and one token more for a multiple of 16
+NUM_ROWS = 32  # 15 labels, and other tokens for a multiple of 32
 
 
 def model(kind: str = "llama", **changes: Any) -> Any:
@@ -79,6 +79,26 @@ def test_architectures_with_a_dense_mlp(kind: str) -> None:
     seen = rows_of(next(child for child in mlp.children() if hasattr(child, "weight")))
     assert_same(step(made), whole)
     assert seen == [NUM_ROWS]
+
+
+def test_queries_and_outputs_of_the_last_attention_are_among_the_products_saved() -> None:
+    made = model()
+    skip_unlabelled(made)
+    last = made.model.layers[-1].self_attn
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
+    seen = {name: rows_of(getattr(last, name)) for name in names}
+    before = rows_of(made.model.layers[0].self_attn.o_proj)
+    step(made)
+    assert [seen[name] for name in names] == [[NUM_ROWS], [60], [60], [NUM_ROWS]]
+    assert before == [60]
+
+
+def test_attention_that_experts_follow_is_computed_for_all_tokens() -> None:
+    made = model("mixtral")  # the router's auxiliary loss is a mean over all of them
+    skip_unlabelled(made)
+    seen = rows_of(made.model.layers[-1].self_attn.o_proj)
+    step(made)
+    assert seen == [60]
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "rwkv", "mamba"])

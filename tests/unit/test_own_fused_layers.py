@@ -1,4 +1,4 @@
-"""Norms and gated MLPs of this project: which layers they replace, their gradients, and what they keep."""
+"""Norms, gated MLPs and rotary embeddings of this project: what they replace, their gradients, what they keep."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
 from accel_scale.modeling.fused.own import fuse_own_layers, restore_layers
 from accel_scale.start_check.fused import fused_parts
@@ -59,16 +60,16 @@ def gap(ours: dict[str, torch.Tensor], own: dict[str, torch.Tensor]) -> float:
 @pytest.mark.parametrize(
     ("family", "parts"),
     [
-        ("llama", ("RMSNorm", "SwiGLU")),
-        ("qwen3", ("RMSNorm", "SwiGLU")),
-        ("olmo2", ("RMSNorm", "SwiGLU")),
-        ("gemma2", ("RMSNorm", "GEGLU")),
-        ("gemma3_text", ("RMSNorm", "GEGLU")),
-        ("qwen3_next", ("RMSNorm", "SwiGLU")),
-        ("phi3", ("RMSNorm",)),
-        ("cohere2", ("SwiGLU",)),
+        ("llama", ("RMSNorm", "RoPE", "SwiGLU")),
+        ("qwen3", ("RMSNorm", "RoPE", "SwiGLU")),
+        ("olmo2", ("RMSNorm", "SwiGLU")),  # rotates in fp32
+        ("gemma2", ("RMSNorm", "RoPE", "GEGLU")),
+        ("gemma3_text", ("RMSNorm", "RoPE", "GEGLU")),
+        ("qwen3_next", ("RMSNorm", "RoPE", "SwiGLU")),
+        ("phi3", ("RMSNorm", "RoPE")),
+        ("cohere2", ("SwiGLU",)),  # rotates pairs of neighbours
         ("gpt2", ()),
-        ("starcoder2", ()),
+        ("starcoder2", ("RoPE",)),
     ],
 )
 def test_they_replace_the_layers_that_compute_the_same_and_no_others(family: str, parts: tuple[str, ...]) -> None:
@@ -80,7 +81,7 @@ def test_they_replace_the_layers_that_compute_the_same_and_no_others(family: str
 @pytest.mark.parametrize("bf16", [False, True])
 def test_gradients_are_the_models_own_and_less_is_kept(bf16: bool) -> None:
     own, ours = llama(), llama()
-    assert fuse_own_layers(ours) == ("RMSNorm", "SwiGLU")
+    assert fuse_own_layers(ours) == ("RMSNorm", "RoPE", "SwiGLU")
     (loss, gradients, num_bytes), (expected, references, own_bytes) = step(ours, bf16=bf16), step(own, bf16=bf16)
     assert loss == pytest.approx(expected, rel=1e-3 if bf16 else 1e-6)
     assert gap(gradients, references) < (2e-2 if bf16 else 1e-5)
@@ -170,7 +171,7 @@ def test_a_class_whose_forward_was_replaced_is_left_alone(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(LlamaMLP, "forward", watched)
     model = llama()
-    assert fuse_own_layers(model) == ("RMSNorm",)
+    assert fuse_own_layers(model) == ("RMSNorm", "RoPE")
     model(input_ids=IDS)
     assert len(seen) == 2
 
@@ -197,3 +198,50 @@ def test_adapters_on_the_linears_of_a_fused_mlp_are_trained() -> None:
     (_, own, _), (_, ours, _) = results
     assert any("down_proj.lora_B" in name for name in ours)
     assert gap(ours, own) < 1e-5
+
+
+def test_rotations_of_one_model_leave_its_class_and_its_module_unchanged() -> None:
+    forward, rotate = LlamaAttention.forward, modeling_llama.apply_rotary_pos_emb
+    ours, others = llama(), llama()
+    fuse_own_layers(ours)
+    assert (LlamaAttention.forward, modeling_llama.apply_rotary_pos_emb) == (forward, rotate)
+    assert not any("forward" in vars(module) for module in others.modules())
+    twin = copy.deepcopy(ours)
+    assert twin.model.layers[0].self_attn.forward.__self__ is twin.model.layers[0].self_attn
+    assert torch.equal(twin(IDS).logits, ours(IDS).logits)
+    assert restore_layers(twin)
+    torch.testing.assert_close(twin(IDS).logits, others(IDS).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+def test_queries_and_keys_of_other_dtypes_and_layouts_rotate_as_before(dtype: torch.dtype, unsqueeze_dim: int) -> None:
+    rotate = _fused_rotation()
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, 4, 6, 8) if unsqueeze_dim == 1 else (2, 6, 4, 8)
+    q, k = (torch.randn(shape, generator=generator).to(dtype).requires_grad_() for _ in range(2))
+    angles = torch.rand(2, 6, 4, generator=generator).repeat(1, 1, 2)
+    found = []
+    for function in (rotate, modeling_llama.apply_rotary_pos_emb):
+        out = function(q, k[..., :2, :] if unsqueeze_dim == 2 else k[:, :2], angles.cos(), angles.sin(), unsqueeze_dim)
+        found.append([*out, *torch.autograd.grad(sum(part.square().sum() for part in out), [q, k])])
+    for ours, own in zip(*found, strict=True):
+        assert ours.dtype == own.dtype
+        torch.testing.assert_close(ours, own, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-2)
+
+
+def test_angles_of_fewer_dimensions_or_with_gradients_go_to_the_models_own_function() -> None:
+    rotate, own = _fused_rotation(), modeling_llama.apply_rotary_pos_emb
+    q = torch.randn(1, 2, 3, 8)
+    trained = torch.rand(1, 3, 8, requires_grad=True)
+    rotate(q, q, trained.cos(), trained.sin())[0].sum().backward()
+    assert trained.grad is not None
+    assert trained.grad.abs().sum() > 0
+    narrow = torch.rand(1, 3, 1)  # broadcast by the model's own function
+    assert torch.equal(rotate(q, q, narrow.cos(), narrow.sin())[0], own(q, q, narrow.cos(), narrow.sin())[0])
+
+
+def _fused_rotation() -> Any:
+    model = llama()
+    fuse_own_layers(model)
+    return model.model.layers[0].self_attn.forward.__func__.__globals__["apply_rotary_pos_emb"]

@@ -17,6 +17,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from accel_scale.facts.names import FUSED_PARTS
+from accel_scale.modeling.fused.rotary import fuse_rotary, is_rotary
+
 _MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
 _PROBE_WIDTH = 16
 
@@ -130,7 +133,11 @@ _FORWARDS: dict[Callable[..., torch.Tensor], str] = {
 
 
 def fuse_own_layers(model: nn.Module) -> tuple[str, ...]:
-    """Replace the forward of `model`'s RMSNorms and gated MLPs where it is known; returns the parts found."""
+    """Replace the forward of `model`'s RMSNorms, gated MLPs and rotating layers where it is known.
+
+    Returns:
+        The parts found, out of `FUSED_PARTS`.
+    """
     found: dict[tuple[type, type], Callable[..., torch.Tensor] | None] = {}
     for module in model.modules():
         kind = type(module), type(getattr(module, "act_fn", None))
@@ -138,15 +145,23 @@ def fuse_own_layers(model: nn.Module) -> tuple[str, ...]:
             found[kind] = _equal_to(module)
         if (forward := found[kind]) is not None and "forward" not in vars(module):
             module.forward = types.MethodType(forward, module)
-    return tuple(dict.fromkeys(part for forward, part in _FORWARDS.items() if forward in found.values()))
+    parts = {_FORWARDS[forward] for forward in found.values() if forward is not None}
+    if fuse_rotary(model):
+        parts.add("RoPE")
+    return tuple(part for part in FUSED_PARTS if part in parts)
 
 
 def restore_layers(model: nn.Module) -> bool:
     """Undo `fuse_own_layers`; returns whether it had replaced anything."""
-    fused = [m for m in model.modules() if getattr(vars(m).get("forward"), "__func__", None) in _FORWARDS]
+    fused = [module for module in model.modules() if _is_own(vars(module).get("forward"))]
     for module in fused:
         del module.forward
     return bool(fused)
+
+
+def _is_own(forward: object) -> bool:
+    function = getattr(forward, "__func__", None)
+    return function in _FORWARDS or is_rotary(function)
 
 
 def _equal_to(module: nn.Module) -> Callable[..., torch.Tensor] | None:

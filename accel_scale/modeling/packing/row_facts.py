@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -12,6 +13,19 @@ import torch
 ROW_FACTS = "row_facts"
 _IGNORED_LABEL = -100
 _PINNING = ("cuda", "xpu")
+# oneDNN multiplies bf16 rows 2 to 6 % faster by the token, for sizes 256 to 2048, if their number is a multiple of it.
+# And it compiles code for each new number of rows, of which there are then few.
+_CPU_MULTIPLE = 32
+_LONGEST = ("max_length_q", "max_length_k")
+# What a document of some tokens adds to the tensors that TRL makes of a row.
+_FILLED_UP: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "input_ids": lambda ids, more: ids.new_zeros(1, more),
+    "labels": lambda labels, more: labels.new_full((1, more), _IGNORED_LABEL),
+    "position_ids": lambda positions, more: torch.arange(more, dtype=positions.dtype)[None],
+    "seq_idx": lambda index, more: (index[:, -1:] + 1).expand(1, more),
+    "cu_seq_lens_q": lambda bounds, more: bounds[-1:] + more,
+    "cu_seq_lens_k": lambda bounds, more: bounds[-1:] + more,
+}
 
 
 class RowFacts:
@@ -51,6 +65,14 @@ class RowFacts:
         begins[[at for first, end in bounds for at in range(first, end, step)]] = True
         return begins.view(self.shape)
 
+    def longer_by(self, num_tokens: int) -> RowFacts:
+        """The facts with one more document, of `num_tokens` without labels, at the end of a single row."""
+        assert self.document_lengths is not None
+        longer = copy.copy(self)
+        longer.shape = (1, self.shape[1] + num_tokens)
+        longer.document_lengths = (*self.document_lengths, num_tokens)
+        return longer
+
     def flash_arguments(self, device: torch.device) -> dict[str, object]:
         """Document boundaries, as transformers' arguments for variable-length kernels."""
         assert self.document_lengths is not None
@@ -70,6 +92,29 @@ class Counting:
         tokens = _tensor(batch.get("input_ids"))
         known = {} if tokens is None or tokens.ndim != 2 else {ROW_FACTS: RowFacts(batch)}
         return {**batch, **known}
+
+
+def filled_up(inputs: dict[str, object], facts: RowFacts, dtype: torch.dtype) -> tuple[dict[str, object], RowFacts]:
+    """Add a document without labels to a packed row, up to a length that a CPU multiplies faster.
+
+    Args:
+        inputs: Arguments of a model. Tensors of unknown names leave them unchanged.
+        facts: Facts about the row.
+        dtype: In which the model multiplies.
+    """
+    more = -facts.shape[1] % _CPU_MULTIPLE
+    if not more or facts.shape[0] > 1 or not facts.is_packed or dtype != torch.bfloat16:
+        return inputs, facts
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.ndim}
+    if tensors.keys() - _FILLED_UP.keys() or tensors["input_ids"].device.type != "cpu":
+        return inputs, facts
+    changed: dict[str, object] = {
+        name: torch.cat([old, _FILLED_UP[name](old, more)], -1) for name, old in tensors.items()
+    }
+    for name in _LONGEST:
+        if isinstance(longest := inputs.get(name), int):
+            changed[name] = max(longest, more)
+    return {**inputs, **changed}, facts.longer_by(more)
 
 
 def cumulative(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
