@@ -42,7 +42,9 @@ AS_MEASURED = (
     + "products, and those of the micro-batch before until the loop named another loss.",
     "Until March 2025 (pull request 1538), litgpt put a layer's frozen and trained weights in one FSDP1 parameter: "
     + "all of them had gradients, whole while accumulating.",
-    "torchtitan's selective checkpointing keeps attention and every second matrix product.",
+    "torchtitan's selective checkpointing keeps attention and every second matrix product. Its tensor parallelism "
+    + "divides hidden states and the loss's vocabulary, too. A pipeline of 2024 had as many micro-batches as ranks "
+    + "and kept weights gathered between them. Since April 2025 (bbb1b616e), the loss is compiled.",
     "Compiled layers keep what layers with fused norms and gates keep.",
 )
 # Reasons for errors of more than 25 %, by what the rows have in common.

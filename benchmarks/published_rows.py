@@ -26,6 +26,8 @@ _QWEN_TARGETS = ("c_attn", "c_proj", "w1", "w2")
 _LORA_DROPOUT = 0.05
 # Names in the rows for an optimizer that steps as soon as gradients are ready.
 _IN_BACKWARD = ("optimizer_in_bwd", "opt-in-bwd", "fused into backward")
+# torchtitan's documents of after April 2025, when its loss began to be compiled with the layers (bbb1b616e).
+_WITH_COMPILED_LOSS = ("llama3-8b_h200_202506", "mxfp8.md")
 _DEGREE = re.compile(r"\b(dp|tp|pp|cp)=(\d+)", re.IGNORECASE)
 
 
@@ -88,8 +90,8 @@ def setup_of(row: dict[str, Any]) -> TrainingSetup:
     peft = row["peft"]
     precision, weight_dtype = _precision(row)
     parallel = _parallel(row)
-    # torchtitan's local batch is split into a pipeline's micro-batches of one row each.
-    pieces = row["batch"] if parallel.pipeline_parallel > 1 else 1
+    # torchtitan's local batch is split into as many micro-batches as a pipeline has ranks (pipelining_utils.py, 2024).
+    pieces = parallel.pipeline_parallel
     return TrainingSetup(
         method="full" if peft is None else ("qlora" if peft["quant"] else "lora"),
         precision=precision,
@@ -102,6 +104,7 @@ def setup_of(row: dict[str, Any]) -> TrainingSetup:
         micro_batch_size=row["batch"] // pieces,
         sequence_length=row["seq_len"],
         accumulation=pieces * _accumulation(row),
+        reduce_dtype="fp32" if "grads-reduce fp32" in row["dtype"] else None,
         lora=_lora(row),
         double_quantisation=bool(peft and "dq" in str(peft["quant"])),
         quantises_whole=STACKS["torchtune"].quantises_whole if _is_torchtune(row) else True,
@@ -144,7 +147,8 @@ def _is_torchtune(row: dict[str, Any]) -> bool:
 def _loss(row: dict[str, Any]) -> str:
     """``full`` if the row says so; torchtune's chunks are taken from logits that exist as a whole."""
     if "full logits" in row["loss"] and "chunked" not in row["loss"]:
-        return "full"
+        is_compiled = row["torch_compile"] and any(name in row["source"] for name in _WITH_COMPILED_LOSS)
+        return "full_compiled" if is_compiled else "full"
     return STACKS["torchtune"].loss if _is_torchtune(row) else "chunked"
 
 
@@ -208,6 +212,10 @@ def _parallel(row: dict[str, Any]) -> ParallelSetup:
         "tensor_parallel": sizes.get("tp", 1),
         "pipeline_parallel": sizes.get("pp", 1),
         "sequence_parallel": sizes.get("cp", 1),
+        # models/llama/parallelize_llama.py: norms and residual stream are divided by tokens.
+        "stream_ranks": sizes.get("tp", 1) if row["stack"] == "torchtitan" else 1,
+        # There, weights stay gathered between a pipeline's micro-batches.
+        "reshard_after_forward": not (row["stack"] == "torchtitan" and "pp" in sizes),
     }
     lower = text.lower()
     if lower.startswith("single"):

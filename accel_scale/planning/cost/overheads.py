@@ -48,12 +48,15 @@ def gpu_overhead(setup: TrainingSetup, *, is_cuda: bool = True) -> Overhead:
     return Overhead(0.7 * _GIB, communication, 0.15, 0.6 * _GIB)
 
 
+_WHOLE_LOGITS = ("full", "full_compiled", "chunked_logits")
+
+
 def hoarded_share(setup: TrainingSetup, vocab_size: int, *, is_cuda: bool = True) -> float:
     """What the allocator holds of head and loss, as a multiple of their bytes; 0 if micro-batches have one length."""
     if not (is_cuda and setup.is_padded) or setup.expandable_segments:
         return 0.0
     logits = setup.micro_batch_size * setup.sequence_length * vocab_size
-    is_whole = setup.loss in ("full", "chunked_logits") or (setup.loss == "chunked" and logits <= setup.chunk_logits)
+    is_whole = setup.loss in _WHOLE_LOGITS or (setup.loss == "chunked" and logits <= setup.chunk_logits)
     return _HOARDED_SHARE if is_whole else _HOARDED_IN_CHUNKS
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from accel_scale.errors import ConfigError
 from accel_scale.facts.strategies import Offloading, Strategy, strategy_named
 from accel_scale.facts.zero_buffers import DEEPSPEED_BUFFERS, ZeroBuffers
 
@@ -21,6 +22,8 @@ class ParallelSetup(Offloading):
         offload_optimizer: Where optimizer states live when not on the card.
         offload_params: Where weights live when not on the card.
         tensor_parallel: Ranks that share each matrix product.
+        stream_ranks: Ranks that share the tokens of hidden states between these products: 1, as here, or as many
+            (Megatron-LM's sequence parallelism, torchtitan; Korthikanti et al. 2022, section 4.2.2).
         pipeline_parallel: Ranks that the layers are split over.
         sequence_parallel: Ranks that share each sequence (Ulysses).
         pipeline_schedule: One of `PIPELINE_SCHEDULES`.
@@ -38,12 +41,33 @@ class ParallelSetup(Offloading):
     offload_optimizer: str = "none"
     offload_params: str = "none"
     tensor_parallel: int = 1
+    stream_ranks: int = 1
     pipeline_parallel: int = 1
     sequence_parallel: int = 1
     pipeline_schedule: str = "1f1b"
     stages_per_rank: int = 1
     in_engine: bool = False
     zero: ZeroBuffers = DEEPSPEED_BUFFERS
+
+    def check_degrees(self) -> None:
+        """Refuse degrees that do not go together; all of them are positive.
+
+        Raises:
+            ConfigError: if the GPUs cannot be divided, or other ranks share hidden states than compute them.
+        """
+        if self.num_gpus % (self.model_parallel * self.num_replicas):
+            raise ConfigError(
+                f"{self.num_gpus} GPUs do not divide into {self.model_parallel} model-parallel ranks × "
+                f"{self.num_replicas} replicas.",
+                fix="choose degrees whose product divides the number of GPUs.",
+            )
+        # A walk through the layers, which are divided already, has a degree of 1.
+        if self.stream_ranks > 1 and self.tensor_parallel not in (1, self.stream_ranks):
+            raise ConfigError(
+                f"{self.stream_ranks} ranks cannot share hidden states that {self.tensor_parallel} compute.",
+                place="stream_ranks",
+                fix="set it to 1 or to tensor_parallel.",
+            )
 
     @property
     def is_divided(self) -> bool:

@@ -18,7 +18,7 @@ from accel_scale.units import format_bytes
 
 ATTENTIONS = tuple(name for name in ATTENTION_NAMES if name != PACKED_ATTENTION)  # that one counts as sdpa
 REFERENCE_PASSES = ("none", "before", "within")
-LOSSES = ("full", "chunked", "liger", "log_probs", "chunked_logits")
+LOSSES = ("full", "full_compiled", "chunked", "liger", "log_probs", "chunked_logits")
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,9 @@ class TrainingSetup:
         long_rows: Whether MLPs and norms run over slices of the rows.
         fused: Parts of the model that run in Liger's kernels, out of `FUSED_PARTS`.
         attention: A value of ``--attn_implementation``.
-        loss: ``full`` logits, ``chunked`` (this project's head and loss), ``liger``, ``log_probs`` (TRL's, of every
-            token, in tiles) or ``chunked_logits`` (torchtune's: whole logits, their loss in eight chunks).
+        loss: ``full`` logits, ``full_compiled`` (whole logits, their loss in one compiled kernel), ``chunked`` (this
+            project's head and loss), ``liger``, ``log_probs`` (TRL's, of every token, in tiles) or
+            ``chunked_logits`` (torchtune's: whole logits, their loss in eight chunks).
         chunk_logits: Logits of a frozen head that ``chunked`` holds at once on a GPU: `card_logits` of its memory.
         micro_batch_size: Rows per rank and forward pass.
         sequence_length: Tokens per row: the longest row of a batch when padded, the row when packed.
@@ -191,15 +192,9 @@ class TrainingSetup:
         _choice("offload_params", parallel.offload_params, OFFLOADS)
         _choice("pipeline_schedule", parallel.pipeline_schedule, PIPELINE_SCHEDULES)
         names = ("num_gpus", "gpus_per_node", "num_replicas", "stages_per_rank")
-        for name in (*names, "tensor_parallel", "pipeline_parallel", "sequence_parallel"):
+        for name in (*names, "tensor_parallel", "pipeline_parallel", "sequence_parallel", "stream_ranks"):
             _positive(name, getattr(parallel, name))
-        degrees = parallel.model_parallel
-        if parallel.num_gpus % (degrees * parallel.num_replicas):
-            raise ConfigError(
-                f"{parallel.num_gpus} GPUs do not divide into {degrees} model-parallel ranks × "
-                f"{parallel.num_replicas} replicas.",
-                fix="choose degrees whose product divides the number of GPUs.",
-            )
+        parallel.check_degrees()
 
     @property
     def least_rows(self) -> int:

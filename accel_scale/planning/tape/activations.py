@@ -16,7 +16,7 @@ from accel_scale.planning.tape.head import Head, scores_loss
 from accel_scale.planning.tape.layers import Layer
 from accel_scale.planning.tape.linears import Weights, adapter_key
 from accel_scale.planning.tape.ops import Ops
-from accel_scale.planning.tape.parallel import tensor_parallel_share
+from accel_scale.planning.tape.parallel import gathered, tensor_parallel_share
 from accel_scale.planning.tape.tables import Tables, make_mask, make_tables
 from accel_scale.planning.tape.tape import Tape
 from accel_scale.planning.tape.tensors import Parameter, Tensor
@@ -166,7 +166,8 @@ class ShadowModel:
     def __init__(self, ops: Ops, model: ModelFacts, setup: TrainingSetup) -> None:
         self.ops, self.model, self.setup, self.family = ops, model, setup, family_under(model, setup)
         self._kind = kind_of(setup.checkpointing)
-        self.rows = setup.micro_batch_size * setup.sequence_length / setup.parallel.sequence_parallel
+        ranks = setup.parallel.sequence_parallel * setup.parallel.stream_ranks
+        self.rows = setup.micro_batch_size * setup.sequence_length / ranks
         self.outside = Weights(setup, frozenset())
         self.adapted = _adapted_modules(model, setup)
         self.tables: Tables | None = None
@@ -299,6 +300,7 @@ class ShadowModel:
             )
         if model.num_scores:
             return scores_loss(self.ops, x, self.outside.base("score", model.head_params), model.num_scores)
+        x = gathered(self.ops, x, self.setup.parallel.stream_ranks)
         name = "embed_tokens" if model.tied_embeddings else "lm_head"
         weight = self.outside.base(name, model.embedding_params)
         bias = self.outside.base("lm_head.bias", model.vocab_size) if model.head_bias else None

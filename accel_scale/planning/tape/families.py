@@ -241,6 +241,12 @@ def check_setup(model: ModelFacts, setup: TrainingSetup) -> None:
             place="checkpointing",
             fix="use full, every_2 or selective.",
         )
+    if setup.parallel.stream_ranks > 1 and family_of(model).block not in ("sequential", "both", "after"):
+        raise ConfigError(
+            f"hidden states of {model.name} that ranks share are not modelled.",
+            place="stream_ranks",
+            fix="use 1.",
+        )
     if setup.checkpointing == "selective" and changes_products(model):
         raise ConfigError(
             f"{model.name} changes results in place that selective checkpointing keeps.",

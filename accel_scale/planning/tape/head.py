@@ -49,6 +49,28 @@ def cross_entropy(ops: Ops, logits: Tensor) -> Tensor:
     return ops.tape.record(ops.new(1, FP32), [log_probs], [], lambda grad: [ops.new(numel, FP32)])
 
 
+def parallel_cross_entropy(ops: Ops, logits: Tensor) -> Tensor:
+    """The same on a share of the vocabulary, as in `torch.distributed.tensor.parallel.loss` (torch 2.5 to 2.13)."""
+    upcast = ops.cast(logits, FP32)
+    numel = upcast.numel
+    shifted = ops.new(numel, FP32)
+    exponentials = ops.new(numel, FP32)
+    del exponentials
+    log_probs = ops.new(numel, FP32)
+    del shifted
+    # The next operation's backward pass computes this one's, too.
+    ops.tape.record(log_probs, [upcast], [log_probs], lambda grad: [grad.view()])
+
+    def backward(grad: Tensor) -> list[Tensor | None]:
+        targets, exponentials, total = (ops.new(numel, FP32) for _ in range(3))
+        del exponentials
+        result = ops.new(numel, FP32)
+        del targets, total
+        return [result]
+
+    return ops.tape.record(ops.new(1, FP32), [log_probs], [log_probs], backward)
+
+
 class Head:
     """Call it with the last normalised hidden states; the result is the scalar loss."""
 
@@ -61,7 +83,7 @@ class Head:
         self.vocab = model.vocab_size
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.setup.loss == "full":
+        if self.setup.loss in ("full", "full_compiled"):
             return self._whole(x)
         if self.setup.loss == "chunked_logits":
             return self._in_outputs(x)
@@ -80,7 +102,9 @@ class Head:
             logits = ops.scale(logits)
             logits = ops.elementwise(logits, saves_input=False)
             logits = ops.scale(logits)
-        return cross_entropy(self.ops, logits)
+        if self.setup.loss == "full_compiled":
+            return self._compiled(logits)
+        return (cross_entropy if self.setup.parallel.stream_ranks == 1 else parallel_cross_entropy)(ops, logits)
 
     def _in_outputs(self, x: Tensor) -> Tensor:
         """torchtune's `CEWithChunkedOutputLoss`: all chunks of logits exist at once, and go to fp32 one by one."""

@@ -13,6 +13,7 @@ from accel_scale.planning.tape.gpt_attention import BloomAttention, FalconAttent
 from accel_scale.planning.tape.latent import LatentAttention
 from accel_scale.planning.tape.linears import Weights, linear
 from accel_scale.planning.tape.ops import FP32, Ops
+from accel_scale.planning.tape.parallel import gathered
 from accel_scale.planning.tape.tables import Tables
 from accel_scale.planning.tape.tensors import Tensor
 from accel_scale.planning.tape.tiles import tiled, tiled_norm
@@ -77,9 +78,12 @@ class Layer:
 
     def _part(self, name: str, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Attention or MLP, recomputed in the backward pass if the policy has its name."""
-        if self.setup.checkpointing != name:
-            return function(x)
-        return self.ops.tape.checkpoint(lambda: function(x), [x])
+        ranks = self.setup.parallel.stream_ranks
+
+        def run() -> Tensor:
+            return gathered(self.ops, function(gathered(self.ops, x, ranks)), 1 / ranks)
+
+        return self.ops.tape.checkpoint(run, [x]) if self.setup.checkpointing == name else run()
 
     def _sequential_keeping_names(self, x: Tensor) -> Tensor:
         """A sequential block whose branches' results have names, which keep them alive until the layer returns."""

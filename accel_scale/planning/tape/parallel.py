@@ -48,7 +48,12 @@ def _linear_share(item: LinearFacts, degree: int, repeated: float) -> LinearFact
     return replace(item, out_features=math.ceil(item.out_features * factor / degree))
 
 
+def gathered(ops: Ops, x: Tensor, ranks: float) -> Tensor:
+    """The tokens of `ranks` ranks, for a product that divides its heads or columns; 1 / ranks: one rank's of them."""
+    return x if ranks == 1 else exchanged(ops, x, x.numel * ranks)
+
+
 def exchanged(ops: Ops, x: Tensor, numel: float) -> Tensor:
-    """`x` after an all-to-all, in new memory forward and backward."""
+    """`x` after a collective that leaves `numel` values, in new memory forward and backward."""
     source, itemsize = x.numel, x.itemsize
     return ops.custom([x], numel, itemsize, [], lambda grad: [ops.new(source, itemsize)])
