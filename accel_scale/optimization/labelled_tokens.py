@@ -28,8 +28,9 @@ _LARGEST_SHARE = 0.9
 # Filled up with other tokens to a multiple of this: libraries prepare a matrix product for each new shape, 8-bit
 # products need 16 rows, and bf16 products on a CPU are faster with 32.
 _MULTIPLE = 32
-# Their usual names in attention modules. A fused product of queries, keys and values is computed for all tokens.
-_QUERIES, _OUTPUTS = ("q_proj",), ("o_proj", "out_proj", "dense", "c_proj")
+# Usual names of the products of queries and of outputs, in the order of their calls. A fused product of queries, keys
+# and values is computed for all tokens.
+_PROJECTIONS = ("q_proj", "o_proj", "out_proj", "dense", "c_proj")
 
 
 class LabelledTokens:
@@ -117,12 +118,13 @@ def skip_unlabelled(model: PreTrainedModel, wanted: bool = True) -> None:
 
 def _projections(layer: nn.Module) -> list[nn.Module]:
     """The products of queries and of outputs in the attention of `layer`, as far as they have the usual names."""
-    attention = next(
-        (module for name, module in layer.named_children() if "attn" in name or "attention" in name), None
-    )
-    children = {} if attention is None else dict(attention.named_children())
-    names = [name for kind in (_QUERIES, _OUTPUTS) for name in kind if name in children]
-    return [children[name] for name in names if all(parameter.ndim <= 2 for parameter in children[name].parameters())]
+    for name, attention in layer.named_children():
+        if "attn" in name or "attention" in name:
+            found = [getattr(attention, name, None) for name in _PROJECTIONS]
+            matrices = [m for m in found if isinstance(m, nn.Module) and all(p.ndim <= 2 for p in m.parameters())]
+            if matrices:
+                return matrices
+    return []
 
 
 def forget_labelled(model: nn.Module) -> None:

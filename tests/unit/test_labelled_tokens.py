@@ -93,6 +93,16 @@ def test_queries_and_outputs_of_the_last_attention_are_among_the_products_saved(
     assert before == [60]
 
 
+def test_a_fused_product_of_queries_keys_and_values_is_computed_for_all_tokens() -> None:
+    made = model("gpt_neox")
+    whole = step(made)
+    skip_unlabelled(made)
+    attention = made.gpt_neox.layers[-1].attention
+    seen = [rows_of(attention.query_key_value), rows_of(attention.dense)]
+    assert_same(step(made), whole)
+    assert seen == [[60], [NUM_ROWS]]
+
+
 def test_attention_that_experts_follow_is_computed_for_all_tokens() -> None:
     made = model("mixtral")  # the router's auxiliary loss is a mean over all of them
     skip_unlabelled(made)
