@@ -1,4 +1,4 @@
-"""Rotary embeddings for CPUs in about half the time: fewer passes, and no rotated copies of queries and keys.
+"""Rotary embeddings for CPUs: fewer passes over memory, and no rotated copies of queries and keys.
 
 Attention layers look their function up in their module, for all models of a family. A copy of their forward that
 finds another function under that name changes one model only.

@@ -101,7 +101,7 @@ class TrainingSetup:
         optimizer: A value of ``--optim``.
         checkpointing: A value of ``--checkpointing_policy``.
         long_rows: Whether MLPs and norms run over slices of the rows.
-        fused: Parts of the model that run in Liger's kernels, out of `FUSED_PARTS`.
+        fused: Parts of the model that run in fused kernels, out of `FUSED_PARTS`.
         attention: A value of ``--attn_implementation``.
         loss: ``full`` logits, ``full_compiled`` (whole logits, their loss in one compiled kernel), ``chunked`` (this
             project's head and loss), ``liger``, ``log_probs`` (TRL's, of every token, in tiles) or
