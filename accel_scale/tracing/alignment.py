@@ -96,29 +96,35 @@ class Loop:
 
 def _parts(events: Sequence[Sequence[int]], points: Sequence[Point]) -> list[Loop | list[Polynomial]]:
     """The events of a segment: those that all runs have, and loops of which longer rows have more."""
-    before = _common(events, points)
-    after = _common([each[len(before) :][::-1] for each in events], points)[::-1]
-    middles = [each[len(before) : len(each) - len(after)] for each in events]
     unit = points[2][1] - points[0][1]
     counts = [(length - points[0][1]) // unit for _, length in points]
-    more = len(middles[2]) - len(middles[0])
-    if not more:
-        return [before, Loop(middles), after] if middles[0] else [before, after]
-    if any(len(middle) != len(middles[0]) + count * more for middle, count in zip(middles, counts, strict=True)):
-        return [before, Loop(middles), after]
-    # How many events of a chunk are before those between the loops; the others are after them.
-    blocks = {}
-    for width in range(more + 1) if middles[0] else (more,):
-        starts = [width * count for count in counts]
-        blocks[width] = _common([each[at:] for each, at in zip(middles, starts, strict=True)], points)
-    width = max(blocks, key=lambda width: len(blocks[width]))
-    block = blocks[width]
-    # Each loop gets the chunk that the shortest run has, too, so that its highest point is there in all of them.
-    given, taken = min(width, len(before)), min(more - width, len(after))
-    ends = [len(before) + width * count for count in counts]
-    first = [each[len(before) - given : end] for each, end in zip(events, ends, strict=True)]
-    last = [each[end + len(block) : len(each) - len(after) + taken] for each, end in zip(events, ends, strict=True)]
-    return [before[: len(before) - given], Loop(first), block, Loop(last), after[taken:]]
+    parts: list[Loop | list[Polynomial]] = []
+    block = _common(events, points)
+    rest = [each[len(block) :] for each in events]
+    more = len(rest[2]) - len(rest[0])
+    if any(len(each) != len(rest[0]) + count * more for each, count in zip(rest, counts, strict=True)):
+        more = 0  # not the same number for every chunk
+    while more:
+        # How many of a chunk's events are in this loop: after it, all runs go on alike.
+        following = {}
+        for width in range(1, more + 1) if rest[0] else (more,):
+            after = [each[width * count :] for each, count in zip(rest, counts, strict=True)]
+            following[width] = _common(after, points)
+        width = max(following, key=lambda width: len(following[width]))
+        if rest[0] and not following[width]:
+            break
+        # The loop gets the chunk that the shortest run has, too, so that its highest point is there in all of them.
+        given = min(width, len(block))
+        before = [each[len(each) - len(left) - given :] for each, left in zip(events, rest, strict=True)]
+        loop = [each[: given + width * count] for each, count in zip(before, counts, strict=True)]
+        parts += [block[: len(block) - given], Loop(loop)]
+        block, more = following[width], more - width
+        rest = [each[width * count + len(block) :] for each, count in zip(rest, counts, strict=True)]
+    parts.append(block)
+    if any(rest):
+        end = _common([each[::-1] for each in rest], points)[::-1]
+        parts += [Loop([each[: len(each) - len(end)] for each in rest]), end]
+    return parts
 
 
 def _common(events: Sequence[Sequence[int]], points: Sequence[Point]) -> list[Polynomial]:

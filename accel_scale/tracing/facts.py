@@ -38,7 +38,8 @@ def read_facts(values: Mapping[str, object], *, name: str, place: str) -> ModelF
         skeleton = build(values, dtype=_WEIGHTS, attention=None, place=place)
     model, config = skeleton.model, skeleton.model.config.get_text_config(decoder=True)
     stack = list(skeleton.layers or [])
-    ranks, unadapted = adapted_by_peft(values, place)
+    has_stacks = any(value.dim() == 3 for value in model.parameters())
+    ranks, unadapted = adapted_by_peft(values, place) if has_stacks else ({}, [])
     bare = [*bare_linears(model), *(model.get_submodule(path) for path in unadapted)]
     adapted = Adapted({id(module) for module in bare}, ranks, _paths(stack, model))
     by_kind: Counter[object] = Counter()
@@ -205,7 +206,7 @@ def bare_linears(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def adapted_by_peft(values: Mapping[str, object], place: str) -> tuple[dict[str, int], list[str]]:
-    """What PEFT makes of a model with stacked experts, if every linear is a target.
+    """What PEFT makes of a model with stacked weights, as of experts, if every linear is a target.
 
     Returns:
         The number of ranks of each parameter that it adapts although it is not a linear, such as stacked experts; and
@@ -217,8 +218,6 @@ def adapted_by_peft(values: Mapping[str, object], place: str) -> tuple[dict[str,
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = build(values, dtype=_WEIGHTS, attention=None, place=place).model
-        if not any(value.dim() == 3 for value in model.parameters()):
-            return {}, []
         linears = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
         exclude = exclusion(untrainable_linears(model))
         config = peft.LoraConfig(r=1, target_modules="all-linear", exclude_modules=exclude, task_type="CAUSAL_LM")

@@ -14,8 +14,8 @@ from accel_scale.tracing.alignment import Run, are_alike, by_event, by_loop, by_
 from accel_scale.tracing.step import FakeStep
 
 # Lengths are multiples of this, which is a multiple of the chunk sizes of state-space layers; if layers loop over
-# chunks, of their usual size; if they loop over tokens, of few of them.
-_UNIT, _CHUNK, _TOKENS = 256, 64, 3
+# chunks, of their usual size; if they loop over tokens, of as few of them as give a fit.
+_UNIT, _CHUNK, _TOKENS = 256, 64, (2, 3)
 # At least two rows: some operations only view a single row but copy several.
 _ROWS = (2, 3)
 # Share of a segment's bytes within which two are the same, and within which they are near enough.
@@ -25,8 +25,9 @@ _PARTS = 8
 Mark = tuple[float, list[float]]
 # Number of tokens for models that loop over tokens and whose events are not found in each other.
 _FEW = 32
-# Lengths that tell what the number of operations grows with; the first two are run for loops over tokens anyway.
-_PROBES = (2 * _TOKENS, 5 * _TOKENS, 128)
+# Sizes that tell what the number of operations grows with: two that are run for loops over tokens anyway, and one of
+# some chunks.
+_PROBES, _CHUNKS = ((2, 2 * _TOKENS[0]), (3, 5 * _TOKENS[0])), (1, 2 * _CHUNK)
 
 
 def fit_segments(
@@ -37,8 +38,11 @@ def fit_segments(
         return *_at_length(step, setup.sequence_length), True
     loops = _loops(step, facts)
     if loops == "tokens":
-        found = _by_points(step, _TOKENS)
-        return (*found, False) if found is not None else (_of_few_tokens(step), None, False)
+        for unit in _TOKENS:
+            found = _by_points(step, unit)
+            if found is not None:
+                return *found, False
+        return _of_few_tokens(step), None, False
     windows = [window for window in windows_of(facts.traced_config) if window < setup.sequence_length]
     for unit in (_CHUNK, _UNIT) if loops == "chunks" else (_UNIT,):
         # The shortest length is two units, and longer than the windows.
@@ -121,16 +125,17 @@ def _loops(step: FakeStep, facts: ModelFacts) -> str:
     """
     text = facts.traced_config
     if text not in _LOOPING:
-        few, more = (_num_events(step.run(1, length)) for length in _PROBES[:2])
-        if more > 1.15 * few:
-            _LOOPING[text] = "tokens"
+        few, more = (_num_allocations(step.run(*size)) for size in _PROBES)
+        if more <= 1.15 * few:
+            _LOOPING[text] = "chunks" if step.allocates_more(*_CHUNKS, than=more) else ""
         else:
-            _LOOPING[text] = "chunks" if _num_events(step.run(1, _PROBES[2])) > more else ""
+            # Some layers loop over the tokens that are left after the last chunk (xLSTM's).
+            _LOOPING[text] = "tokens" if step.allocates_more(1, _UNIT, than=more) else "chunks"
     return _LOOPING[text]
 
 
-def _num_events(run: Run) -> int:
-    return sum(len(events) for events in run.values())
+def _num_allocations(run: Run) -> int:
+    return sum(event > 0 for events in run.values() for event in events)
 
 
 def _marks(run: Run) -> dict[str, Mark]:

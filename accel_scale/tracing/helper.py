@@ -6,6 +6,7 @@ It is started for `accel-scale plan` on Linux with a second core. Without it, or
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import multiprocessing
 import os
@@ -17,11 +18,13 @@ from multiprocessing.connection import Connection
 
 # Most calls that are shared with a helper.
 _MOST = 128
+# Nothing is compiled here, but bitsandbytes would import torch's compiler.
+_DISABLES = "TORCHDYNAMO_DISABLE"
 Call = Callable[[], object]
 
 
 class SecondProcess:
-    """A forked process that imports a module, then makes calls from the end of a list.
+    """A forked process that gets a module ready, then makes calls from the end of a list.
 
     It is forked before torch is imported, because torch's threads would not survive it.
     """
@@ -39,7 +42,7 @@ class SecondProcess:
         there.close()
 
     def share(self, calls: Sequence[Call]) -> None:
-        """Share calls whose results are asked for in this order, if at all; only the first list is shared."""
+        """Share calls, of which the last is made first; only the first list is shared."""
         if not self._num_calls:
             self._num_calls = min(len(calls), _MOST)
             threading.Thread(target=self._exchange, args=(calls[:_MOST],), daemon=True).start()
@@ -80,7 +83,7 @@ class SecondProcess:
     def _work(self, module: str, there: Connection) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks ends this one
         self._here.close()
-        importlib.import_module(module)
+        importlib.import_module(module).get_ready()
         with contextlib.suppress(EOFError, OSError):
             calls = there.recv()
             for index in range(len(calls) - 1, -1, -1):
@@ -101,6 +104,7 @@ class _State:
 def allowed() -> Iterator[None]:
     """Allow a helper within this context; it ends with the context. The program must have no other threads by then."""
     _State.is_allowed = sys.platform == "linux" and len(os.sched_getaffinity(0)) > 1
+    compiles = os.environ.get(_DISABLES)
     try:
         yield
     finally:
@@ -108,10 +112,16 @@ def allowed() -> Iterator[None]:
         if _State.helper is not None:
             _State.helper.end()
             _State.helper = None
+            os.environ.pop(_DISABLES)
+            if compiles is not None:
+                os.environ[_DISABLES] = compiles
+            # As the interpreter ends, it would look for cycles among torch's objects for more than a second.
+            gc.freeze()
 
 
 def started(module: str) -> SecondProcess | None:
-    """The helper, started if one is allowed and it is not too late; it imports `module`."""
+    """The helper, started if one is allowed and it is not too late; it calls `module`'s ``get_ready`` first."""
     if _State.is_allowed and _State.helper is None and "torch" not in sys.modules:
+        os.environ[_DISABLES] = "1"
         _State.helper = SecondProcess(module)
     return _State.helper

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,12 @@ _INDEXING = {
     torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default,
     torch.ops.aten._index_put_impl_.default, torch.ops.aten._unsafe_index_put.default,
 }  # fmt: skip
+
+
+class TooManyAllocationsError(Exception):
+    """A run allocates more often than it was allowed to."""
+
+
 # For each segment: bytes, and the segment in which freed memory was allocated.
 Segments = dict[str, list[tuple[int, str]]]
 
@@ -38,10 +45,14 @@ class Recorder(TorchDispatchMode):
         is_padded: The answer when the model asks whether rows are padded.
         num_experts: Number of experts. A search for the tokens of one expert finds its equal share of them; a search
             for the experts with tokens finds all of them.
+
+    Attributes:
+        allocations_left: Allocations until the run is ended with a `TooManyAllocationsError`.
     """
 
     def __init__(self, mode: FakeTensorMode, *, adds_in_place: bool, is_padded: bool, num_experts: int = 1) -> None:
         super().__init__()
+        self.allocations_left = sys.maxsize
         self.segments: Segments = defaultdict(list)
         self.is_backward = False
         self.recomputing = 0
@@ -81,7 +92,12 @@ class Recorder(TorchDispatchMode):
             args = (args[0], self._places(args[1]), *args[2:])
         result = computed(func, args, kwargs or {}, self._mode)
         heir = self._summed(func, args, result)
-        new = {id(storage): storage for storage in storages(result) if id(storage) not in self._sizes}
+        if isinstance(result, FakeTensor):
+            # What follows for most operations, without a search in lists.
+            storage = result.untyped_storage()
+            new = {} if id(storage) in self._sizes else {id(storage): storage}
+        else:
+            new = {id(storage): storage for storage in storages(result) if id(storage) not in self._sizes}
         if new:
             given = {id(storage) for storage in storages((args, kwargs or {}))}
             for key, storage in new.items():
@@ -122,6 +138,9 @@ class Recorder(TorchDispatchMode):
         self._check_sum()
         origin = self._segment
         if heir is None:
+            if self.allocations_left <= 0:
+                raise TooManyAllocationsError
+            self.allocations_left -= 1
             self.segments[self._segment].append((size, origin))
         else:
             origin = self._sizes[heir][1]
@@ -140,6 +159,7 @@ class Recorder(TorchDispatchMode):
         if heir in self._sizes:
             origin = self._sizes[heir][1]
             self._sizes[heir] = (size, origin)
+            self.allocations_left -= 1
             self.segments[segment].insert(place, (size, origin))
 
     def _release(self, key: int) -> None:

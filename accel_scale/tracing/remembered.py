@@ -29,6 +29,7 @@ class _Made:
     Attributes:
         operand: Index of the tensor operand that is the result, or whose memory it views; None if its memory is new.
         is_operand: Whether the result is that operand.
+        offset: Where a view begins, in values after its operand's first.
     """
 
     operand: int | None
@@ -45,7 +46,8 @@ class _Made:
             made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
             if self.operand is not None:
                 storage = operands[self.operand].untyped_storage()
-                made.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
+                offset = operands[self.operand].storage_offset() + self.offset
+                made.set_(storage, offset, self.size, self.stride)  # type: ignore[call-overload]
             return _fake(mode, made)
 
 
@@ -65,6 +67,11 @@ def _attributes(mode: FakeTensorMode) -> dict[str, object]:
 
 
 _known: dict[Key, _Made | tuple[_Made, ...]] = {}
+# Number of arguments that a gradient's shape depends on; the others are the place of what was selected.
+_NUM_PARTS: dict[object, int] = {torch.ops.aten.select_backward.default: 3, torch.ops.aten.slice_backward.default: 3}
+# Operations whose result is at a place in memory that is given, or is counted in values of another size.
+_PLACED = (torch.ops.aten.as_strided, torch.ops.aten.as_strided_scatter, torch.ops.aten.set_,
+           torch.ops.aten.view_as_real, torch.ops.aten.view_as_complex)  # fmt: skip
 # Most results that are known at once: some models' worth, in about 50 MB.
 _MOST = 100_000
 
@@ -73,8 +80,11 @@ def computed(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, obje
     """The result of `func`, from an earlier one with operands of the same shapes if there is one."""
     if not _depends_on_shapes(func):
         return func(*args, **kwargs)
+    if func is torch.ops.aten.select.int and not kwargs and isinstance(args[0], FakeTensor):
+        return _selected(mode, *args)  # type: ignore[arg-type]
+    parts = args[: _NUM_PARTS.get(func, len(args))]
     try:
-        key = (func, *map(_part, args), *((name, _part(value)) for name, value in kwargs.items()))
+        key = (func, *map(_part, parts), *((name, _part(value)) for name, value in kwargs.items()))
     except _Special:
         return func(*args, **kwargs)
     known = _known.get(key)
@@ -97,13 +107,25 @@ def computed(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, obje
     return known.again(operands, mode)
 
 
+def _selected(mode: FakeTensorMode, operand: FakeTensor, dim: int, index: int) -> object:
+    """``operand.select(dim, index)``: loops over tokens take every index once."""
+    size, stride = list(operand.shape), list(operand.stride())
+    if operand.constant is not None or operand.fake_device != _CPU or not -size[dim] <= index < size[dim]:
+        return torch.ops.aten.select.int(operand, dim, index)
+    offset = (index + size[dim] if index < 0 else index) * stride[dim]
+    del size[dim], stride[dim]
+    return _Made(0, False, tuple(size), tuple(stride), offset, operand.dtype).again([operand], mode)
+
+
 @functools.cache
 def _depends_on_shapes(func: OpOverload) -> bool:
-    """True for torch's operations, except those that change an operand's shape."""
+    """True for torch's operations, except those that change an operand's shape or count a place in other units."""
     return (
         isinstance(func, OpOverload)
         and func.namespace in ("aten", "prims")
         and torch.Tag.inplace_view not in func.tags
+        and func.overloadpacket not in _PLACED
+        and func is not torch.ops.aten.view.dtype
     )
 
 
@@ -116,7 +138,7 @@ def _part(value: object) -> object:
     if isinstance(value, torch.Tensor):
         if not isinstance(value, FakeTensor) or value.constant is not None or value.fake_device != _CPU:
             raise _Special
-        return value.shape, value.stride(), value.storage_offset(), value.dtype
+        return value.shape, value.stride(), value.dtype
     if isinstance(value, _PLAIN):
         return type(value), value  # 1, 1.0 and True are equal
     if isinstance(value, (list, tuple)):
@@ -142,14 +164,14 @@ def _how_made(result: object, operands: Sequence[FakeTensor]) -> _Made:
         raise _Special
     if result.layout is not torch.strided or result.is_conj() or result.is_neg():
         raise _Special
-    shape = tuple(result.shape), result.stride(), int(result.storage_offset()), result.dtype
+    size, stride, offset = tuple(result.shape), result.stride(), int(result.storage_offset())
     storage = result.untyped_storage()
     for is_operand in (True, False):
         for index, operand in enumerate(operands):
             if operand is result if is_operand else operand.untyped_storage() is storage:
-                return _Made(index, is_operand, *shape)
+                return _Made(index, is_operand, size, stride, offset - int(operand.storage_offset()), result.dtype)
     with torch._C._DisableTorchDispatch():
-        bare = torch.empty_strided(*shape[:2], dtype=result.dtype, device="meta")
-    if result.storage_offset() or storage.nbytes() != bare.untyped_storage().nbytes():
+        bare = torch.empty_strided(size, stride, dtype=result.dtype, device="meta")
+    if offset or storage.nbytes() != bare.untyped_storage().nbytes():
         raise _Special
-    return _Made(None, False, *shape)
+    return _Made(None, False, size, stride, 0, result.dtype)

@@ -12,15 +12,22 @@ from accel_scale.errors import ConfigError
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.traced import Document
 from accel_scale.planning.models.training_setup import TrainingSetup
+from accel_scale.quiet import quiet_imports
 from accel_scale.tracing.cache import read_cache
 from accel_scale.tracing.facts import read_facts
 from accel_scale.tracing.fits import fit_segments
 from accel_scale.tracing.skeletons import not_built
 from accel_scale.tracing.step import FakeStep, Layers
 
-__all__ = ["facts_of", "kept_layers", "traced_fit"]
+__all__ = ["facts_of", "get_ready", "kept_layers", "traced_fit"]
 
 _LAYERS: tuple[Layers, ...] = ("few", "few, counted as all", "all")
+
+
+def get_ready() -> None:
+    """Import what every trace needs, before it is known what is traced."""
+    quiet_imports()
+    import transformers.modeling_utils  # noqa: F401
 
 
 def facts_of(values: Mapping[str, object], *, name: str, place: str) -> ModelFacts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,14 +23,14 @@ from accel_scale.tracing.adapted import DTYPES, adapted
 from accel_scale.tracing.cuda_kernels import CudaKernels, recomputing_in_kernels
 from accel_scale.tracing.facts import expert_count
 from accel_scale.tracing.head_operations import HeadOperations
-from accel_scale.tracing.recording import Recorder, Segments, watched
+from accel_scale.tracing.recording import Recorder, Segments, TooManyAllocationsError, watched
 from accel_scale.tracing.skeletons import Skeleton, build, plain_masks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # Number of tokens for finding out which operations there are.
-_FEW = 32
+_FEW = 8
 # Which layers are run: representative ones, whose number the configuration gives unless inputs are made for all.
 Layers = Literal["few", "few, counted as all", "all"]
 
@@ -121,8 +122,16 @@ class FakeStep:
             self._runs[rows, length] = self._run(rows, length)
         return self._runs[rows, length]
 
-    def _run(self, rows: int, length: int) -> dict[str, list[int]]:
-        segments = self._record(rows, length)
+    def allocates_more(self, rows: int, length: int, than: int) -> bool:
+        """True if a pass over `rows` × `length` positions makes more than this many allocations; it ends there."""
+        try:
+            self._runs[rows, length] = self._run(rows, length, than)
+        except TooManyAllocationsError:
+            return True
+        return False
+
+    def _run(self, rows: int, length: int, at_most: int = sys.maxsize) -> dict[str, list[int]]:
+        segments = self._record(rows, length, at_most)
         copies = Counter(self.stands_for)
 
         def counted(segment: str, size: int, origin: str) -> int:
@@ -131,10 +140,11 @@ class FakeStep:
 
         return {name: [counted(name, *event) for event in events] for name, events in segments.items()}
 
-    def _record(self, rows: int, length: int) -> Segments:
+    def _record(self, rows: int, length: int, at_most: int = sys.maxsize) -> Segments:
         setup, model = self.setup, self.skeleton.model
         layers: Sequence[nn.Module] = list(self.skeleton.layers or [])
         recorder = self._recorder()
+        recorder.allocations_left = at_most
         with ExitStack() as stack:
             stack.enter_context(plain_masks())
             stack.enter_context(self.mode)

@@ -40,6 +40,17 @@ MAMBA = {
 }  # fmt: skip
 
 
+XLSTM = {
+    "model_type": "xlstm", "num_hidden_layers": 3, "hidden_size": 64, "num_heads": 4, "vocab_size": 256,
+    "chunk_size": 64,
+}  # fmt: skip
+ZAMBA = {
+    "model_type": "zamba", "num_hidden_layers": 5, "mamba_d_state": 4, "mamba_dt_rank": 4, "n_mamba_heads": 2,
+    "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "mamba"], "use_mamba_kernels": False, **SIZES,
+    "num_key_value_heads": 4, "attention_head_dim": 32, "attention_hidden_size": 128,
+}  # fmt: skip
+
+
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -93,6 +104,28 @@ def test_loops_grow_with_the_length(recomputes: bool) -> None:
             assert peak == pytest.approx(max(itertools.accumulate(events)), rel=1e-9)
 
 
+@pytest.mark.parametrize("num_loops", [3, 4])
+def test_of_many_loops_the_highest_point_is_exact(num_loops: int) -> None:
+    """As where a layer is run again, keeping some products, before its backward pass; the first loop ends highest."""
+
+    def run(rows: int, length: int) -> Run:
+        chunks, whole = length // 64, 8 * rows * length
+        loops = [[*([40 * rows + number, 500 * rows, -500 * rows] * chunks)] for number in range(num_loops)]
+        freed = [-(40 * rows + number) * chunks for number in range(num_loops)]
+        events = [10**6]
+        for loop, free in zip(loops, freed, strict=True):
+            events += [*loop, whole, 7, free, -7, -whole, 9]
+        return {"backward 0": events}
+
+    found = by_loop([run(*point) for point in POINTS], POINTS)
+    assert found is not None
+    for point in OTHERS:
+        events = run(*point)["backward 0"]
+        assert value_of(found["backward 0"]["net"], *point) == pytest.approx(sum(events))
+        peak = max(value_of(polynomial, *point) for polynomial in found["backward 0"]["peaks"])
+        assert peak == pytest.approx(max(itertools.accumulate(events)), rel=1e-9)
+
+
 def test_runs_of_other_layers_are_not_fitted_together() -> None:
     runs = [run_of(*point, recomputes=False) for point in POINTS]
     assert not are_alike(runs)
@@ -131,14 +164,21 @@ def test_single_rows_whose_highest_point_moves_are_fitted_from_longer_ones() -> 
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("checkpointing", ["full", "none"])
+@pytest.mark.parametrize("checkpointing", ["full", "none", "selective"])
 @pytest.mark.parametrize(
     ("config", "others"),
-    [(QWEN, [(4, 1024), (1, 512)]), (LFM, [(4, 2048), (1, 2048)]), (MAMBA, [(4, 64), (1, 96)])],
-    ids=["qwen3_5", "lfm2", "mamba"],
+    [
+        (QWEN, [(4, 1024), (1, 512)]),
+        (LFM, [(4, 2048), (1, 2048)]),
+        (MAMBA, [(4, 64), (1, 96)]),
+        (XLSTM, [(4, 512), (1, 1024)]),
+        (ZAMBA, [(4, 64), (1, 96)]),
+    ],
+    ids=["qwen3_5", "lfm2", "mamba", "xlstm", "zamba"],
 )
 def test_a_fit_gives_the_bytes_of_a_run_of_any_size(config, others, checkpointing: str) -> None:
-    """Qwen 3.5 loops over chunks, Mamba over tokens, and LFM2 copies what it only views if there is one row."""
+    """Qwen 3.5 loops over chunks, Mamba and Zamba over tokens, xLSTM over chunks and the tokens after the last one;
+    LFM2 copies what it only views if there is one row."""
     facts = facts_of_any(config, name="small")
     setup = TrainingSetup(packing=False, checkpointing=checkpointing, micro_batch_size=2, sequence_length=128)
     fit = traced_fit(facts, setup, is_cuda=True, is_tracked=False)

@@ -183,6 +183,9 @@ class Loop:
         total = self.of(rows, length)
         return {"forward 0": [*[total // length] * (length - 1), total - total // length * (length - 1)]}
 
+    def allocates_more(self, rows: int, length: int, than: int) -> bool:
+        return self.of(rows, length) > 0 and length > than
+
 
 def found_by(step: Loop, text: str) -> tuple[dict, bool]:
     facts = replace(facts_from_config({"model_type": "llama", **SIZES}, name="it"), traced_config=text)
@@ -223,6 +226,9 @@ def test_without_a_loop_what_no_curve_meets_is_of_one_size() -> None:
         def run(self, rows: int, length: int) -> dict[str, list[int]]:
             self.sizes.append((rows, length))
             return {"forward 0": [self.of(rows, length)]}
+
+        def allocates_more(self, rows: int, length: int, than: int) -> bool:
+            return than < 1
 
     step = NoLoop(lambda rows, length: rows * 2 ** (length // 64))
     found, exact = found_by(step, '{"is": "of one size"}')

@@ -97,6 +97,46 @@ def test_a_remembered_operation_gives_what_the_operation_gives(name: str) -> Non
                 assert (part is operand) == (same is twin)
 
 
+PLACES = {
+    "select": lambda a, place: a.select(1, place),
+    "negative select": lambda a, place: a.select(-1, place - 4),
+    "slice": lambda a, place: a[:, place:],
+    "as_strided": lambda a, place: torch.as_strided(a, (2,), (1,), place),
+    "as_strided here": lambda a, place: torch.as_strided(a, (2,), (1,)),
+    "view of values": lambda a, place: a.view(torch.bfloat16),
+    "sum": lambda a, place: a + a,
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_remembered_operation_knows_where_its_operand_begins(name: str) -> None:
+    """Views at several places of one tensor are operands of the same shape, as in a loop over tokens."""
+    for place in (0, 3, 1, 3):
+        real = torch.empty(9, 4)[place : place + 5]
+        expected = PLACES[name](real, place)
+        with FakeTensorMode() as mode, recording.Recorder(mode, adds_in_place=False, is_padded=False):
+            found = PLACES[name](torch.empty(9, 4)[place : place + 5], place)
+            assert shape_of(found) == shape_of(expected)
+            assert (found.storage_offset(), found.dtype) == (expected.storage_offset(), expected.dtype)
+
+
+def test_a_place_outside_is_refused_as_by_torch() -> None:
+    with FakeTensorMode() as mode:
+        whole = torch.empty(5, 4)
+        recorder = recording.Recorder(mode, adds_in_place=False, is_padded=False)
+        with recorder, pytest.raises(IndexError, match="out of range"):
+            whole.select(0, 5)
+
+
+def test_gradients_of_places_have_the_size_of_the_whole() -> None:
+    with FakeTensorMode() as mode, recording.Recorder(mode, adds_in_place=False, is_padded=False):
+        for place in (0, 2, 1):
+            whole = torch.empty(5, 4, requires_grad=True)
+            (whole[place] + whole[place:, 0].sum()).sum().backward()
+            assert whole.grad is not None
+            assert shape_of(whole.grad) == shape_of(torch.empty(5, 4))
+
+
 def test_a_tensor_made_from_memory_is_like_one_that_torch_makes() -> None:
     with FakeTensorMode() as mode, recording.Recorder(mode, adds_in_place=False, is_padded=False):
         made, again = (torch.ones(3, 5).t() + 1 for _ in range(2))

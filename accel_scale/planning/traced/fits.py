@@ -85,8 +85,10 @@ def share_traces(model: ModelFacts, setups: Iterable[TrainingSetup], *, is_cuda:
     if len(missing) < 2 or _EXACT in known or _shared or second is None:
         return
     options = {"is_cuda": is_cuda, "is_tracked": False, "is_exact": False}
-    second.share([functools.partial(tracer().traced_fit, model, setup, **options) for setup in missing.values()])
-    for index, (key, setup) in enumerate(missing.items()):
+    # The last traces are made first. Without recomputation a trace takes least: made last, neither process waits long.
+    ordered = sorted(missing.items(), key=lambda item: item[1].checkpointing != "none")
+    second.share([functools.partial(tracer().traced_fit, model, setup, **options) for _, setup in ordered])
+    for index, (key, setup) in enumerate(ordered):
         _shared[text, key] = index, setup.sequence_length
 
 
