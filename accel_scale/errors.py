@@ -27,6 +27,10 @@ class ConfigError(ValueError):
         return mask(f"{text} Fix: {self.fix}" if self.fix else text)
 
 
+class NotRunError(ConfigError):
+    """A model's class takes no step with a setting, although it may with others."""
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the name of its class, without a full stop."""
     lines = (line.strip() for line in str(error).splitlines())

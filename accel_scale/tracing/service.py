@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -21,6 +22,8 @@ from accel_scale.tracing.step import FakeStep, Layers
 
 __all__ = ["facts_of", "get_ready", "kept_layers", "traced_fit"]
 
+# Errors that do not come from missing layers.
+_MIXED_DTYPES = re.compile("expected (m1 and m2 to have the same dtype|scalar type)")
 _LAYERS: tuple[Layers, ...] = ("few", "few, counted as all", "all")
 
 
@@ -52,7 +55,8 @@ def traced_fit(
 
     For each segment, ``net`` is what it leaves allocated, and ``peaks`` are the sums that are highest at some size.
     ``one_row`` has the segments of a single row, if they differ. ``exact`` means that the sizes follow no polynomial
-    of the length, and the fit is for this length only.
+    of the length, and the fit is for this length only. If the model cannot take the step, ``refused`` says why, and
+    there is nothing else.
 
     Args:
         facts: Facts of the model.
@@ -62,7 +66,7 @@ def traced_fit(
         is_exact: Whether the sizes are already known to follow no polynomial.
 
     Raises:
-        ConfigError: if the model cannot take the step.
+        ConfigError: if the model cannot be built.
     """
     for layers in _LAYERS:  # some layers do not run without the others
         try:
@@ -73,8 +77,11 @@ def traced_fit(
         except ConfigError:
             raise
         except Exception as error:  # raised by the model's own code
-            if layers == _LAYERS[-1]:
-                raise _not_run(facts, "takes no step", error) from None
+            mixes = _MIXED_DTYPES.search(str(error))
+            if mixes or layers == _LAYERS[-1]:
+                bits = 8 * (setup.trained_bytes if setup.trains_all else setup.frozen_bytes)
+                what = f"mixes dtypes with {bits}-bit weights" if mixes else "takes no step without weights"
+                return {"refused": _not_run(facts, what, error).problem, "exact": False}
     return {
         "segments": segments,
         "one_row": one_row,
@@ -100,13 +107,13 @@ def kept_layers(facts: ModelFacts, setup: TrainingSetup) -> list[Document]:
     except ConfigError:
         raise
     except Exception as error:  # raised by the model's own code
-        raise _not_run(facts, "answers nothing", error) from None
+        raise _not_run(facts, "answers nothing without weights", error) from None
 
 
 def _not_run(facts: ModelFacts, what: str, error: Exception) -> ConfigError:
     reason = " ".join(str(error).split())[:160] or type(error).__name__
     return ConfigError(
-        f"{facts.model_type!r} {what} without weights ({type(error).__name__}: {reason}).",
+        f"{facts.model_type!r} {what} ({type(error).__name__}: {reason}).",
         place=facts.name,
         fix="leave it to the start check, or plan with a model of similar shape.",
     )

@@ -14,11 +14,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from accel_scale.errors import ConfigError
+from accel_scale.errors import ConfigError, NotRunError
 from accel_scale.planning.models.model_config import facts_from_config
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.traced import facts_of_any
 from accel_scale.planning.models.training_setup import TrainingSetup
+from accel_scale.planning.search.api import plan
+from accel_scale.planning.traced.fits import _known
 from accel_scale.planning.traced.forward import forward_bytes
 from accel_scale.planning.traced.kept import KeptLayer
 from accel_scale.planning.traced.polynomials import value_of
@@ -235,6 +237,41 @@ def test_without_a_loop_what_no_curve_meets_is_of_one_size() -> None:
     assert exact
     assert net(found, 9, 9999) == 9 * 2
     assert step.sizes[-1] == (1, 64)
+
+
+# ── Refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+XLSTM = {"model_type": "xlstm", "num_hidden_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": 256}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_precision_that_the_class_cannot_compute_is_refused_and_the_others_are_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """xLSTM's chunks mix fp32 and bf16 without autocast: the real model fails as the plan says."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**XLSTM), dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        model(input_ids=torch.zeros(1, 64, dtype=torch.long), use_cache=False)
+    facts = facts_of_any(XLSTM, name="small")
+    setup = replace(FP32, precision="bf16_true")
+    with pytest.raises(NotRunError, match=r"'xlstm' mixes dtypes with 16-bit weights \(RuntimeError"):
+        step_bytes(facts, setup)
+    _known.cache_clear()  # the refusal is in the file, too
+    monkeypatch.setattr("accel_scale.planning.traced.fits.tracer", None)
+    with pytest.raises(NotRunError, match=r"Fix: .* another precision"):
+        step_bytes(facts, setup)
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    (tmp_path / "config.json").write_text(json.dumps(XLSTM), encoding="utf-8")
+    found = plan(str(tmp_path), gpu="H100", method="full")
+    assert {candidate.setup.precision for candidate in found.candidates} == {"bf16"}
+    found = plan(str(tmp_path), gpu="H100", method="full", precision="bf16_true")
+    assert not found.candidates
+    assert "mixes dtypes with 16-bit weights" in found.rejections[0].reason
+    with pytest.raises(NotRunError, match="16-bit"):
+        plan(str(tmp_path), gpu="H100", method="full", precision="bf16_true", strategy=["FSDP2"], num_gpus=2)
 
 
 # ── Caches ───────────────────────────────────────────────────────────────────────────────────────────────────────────

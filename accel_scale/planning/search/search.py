@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from accel_scale.errors import ConfigError
+from accel_scale.errors import ConfigError, NotRunError
 from accel_scale.facts.hardware import Machine
 from accel_scale.planning.cost.memory import MemoryEstimate, predict_memory
 from accel_scale.planning.cost.strategies import ParallelChoice, choices
@@ -111,7 +111,10 @@ def _has_long_rows(request: Request) -> bool:
     fixed = {name: value for name, value in request.fixed.items() if name != "micro_batch_size"}
     setup = TrainingSetup(**{"checkpointing": "full", **fixed, "sequence_length": request.sequence_length})
     setup = replace(setup, precision="fp32" if setup.precision == "fp32" else "bf16_true")
-    step = step_bytes(request.model, setup, is_cuda=request.is_cuda)
+    try:
+        step = step_bytes(request.model, setup, is_cuda=request.is_cuda)
+    except NotRunError:  # other precisions may run
+        step = step_bytes(request.model, replace(setup, precision="bf16"), is_cuda=request.is_cuda)
     return max(step.forward_bytes, step.loss_bytes) > _LONG_ROWS * request.machine.gpu.memory_bytes
 
 
@@ -124,18 +127,30 @@ def _try(request: Request, options: Iterable[ParallelChoice]) -> tuple[list[Cand
     found: list[Candidate] = []
     rejected: list[Rejection] = []
     considered = 0
+    errors: list[NotRunError] = []
     for choice, method in open_choices(request, options):
-        best, rejection, count = _fastest(request, choice, method)
+        try:
+            best, rejection, count = _fastest(request, choice, method)
+        except NotRunError as error:
+            errors.append(error)
+            best, rejection, count = None, Rejection(choice.label, method, error.problem), 0
         considered += count
         if best is not None:
             found.append(best)
         else:
             rejected.append(rejection)
+    if errors and len(errors) == len(rejected) and not found:
+        raise errors[0]
     return found, rejected, considered
 
 
 def _fastest(request: Request, choice: ParallelChoice, method: str) -> tuple[Candidate | None, Rejection, int]:
-    """A strategy's fastest setting that fits, or why the leanest does not, and the number of settings considered."""
+    """A strategy's fastest setting that fits, or why the leanest does not, and the number of settings considered.
+
+    Raises:
+        NotRunError: if the model's class can take a step with none of them.
+    """
+    errors: list[NotRunError] = []
     fitting: list[Candidate] = []
     rejection, count = Rejection(choice.label, method, "no micro-batch divides a rank's share of the batch"), 0
     if request.global_batch_size % choice.parallel.data_parallel:
@@ -149,12 +164,18 @@ def _fastest(request: Request, choice: ParallelChoice, method: str) -> tuple[Can
             if (why := why_not(setup, request)) is not None:
                 rejection = rejection if rejection.memory else replace(rejection, reason=f"{why}.")
                 break
-            memory = memory_of(request, setup)
+            try:
+                memory = memory_of(request, setup)
+            except NotRunError as error:
+                errors.append(error)
+                break
             if (problem := problem_of(request.machine, setup, memory)) is not None:
                 if rejection.memory is None or memory.high_bytes < rejection.memory.high_bytes:
                     rejection = Rejection(choice.label, method, problem, setup, memory)
                 break
             fitting.append(Candidate(choice, setup, memory, time_of(request, setup)))
+    if errors and not fitting and rejection.memory is None:
+        raise errors[0]
     ranked = _rank(fitting)
     return (ranked[0] if ranked else None), rejection, count
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, cast
 
+from accel_scale.errors import NotRunError
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.traced import Document, helper, read_trace, shipped_fits, tracer, write_trace
 from accel_scale.planning.models.training_setup import TrainingSetup
@@ -50,14 +51,18 @@ end_progress = _progress.end
 
 
 def fit_of(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bool) -> Document:
-    """The fit from the files, or by a new trace. If no fit holds for every length, each length has its own."""
+    """The fit from the files, or by a new trace. If no fit holds for every length, each length has its own.
+
+    Raises:
+        NotRunError: if the model's class cannot take the step.
+    """
     text, key = model.traced_config, _key(model, setup, is_cuda, is_tracked)
     known = _known(text)
     exact = f"{key} x{setup.sequence_length}"
     # If one setting's tensors follow no polynomial, looking for one in the others costs more than it may save.
-    is_exact = _EXACT in known and "segments" not in known.get(key, {})
-    fit = known.get(exact if is_exact else key, {})
-    if "segments" not in fit:
+    is_exact = _EXACT in known and key not in known
+    fit = known.get(exact if is_exact else key)
+    if fit is None:
         fit = _shared_fit(text, key, setup.sequence_length)
         if fit is None:
             fit = tracer().traced_fit(model, setup, is_cuda=is_cuda, is_tracked=is_tracked, is_exact=is_exact)
@@ -65,6 +70,9 @@ def fit_of(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: b
         _progress.step()
         known |= new
         write_trace(text, {"fits": {**read_trace(text).get("fits", {}), **new}})
+    if "refused" in fit:
+        fix = "leave it to the start check, or plan with another precision or with a model of similar shape."
+        raise NotRunError(fit["refused"], place=model.name, fix=fix)
     return fit
 
 
