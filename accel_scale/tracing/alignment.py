@@ -104,7 +104,7 @@ def _parts(events: Sequence[Sequence[int]], points: Sequence[Point]) -> list[Loo
     more = len(rest[2]) - len(rest[0])
     if any(len(each) != len(rest[0]) + count * more for each, count in zip(rest, counts, strict=True)):
         more = 0  # not the same number for every chunk
-    while more:
+    while more > 0:
         # How many of a chunk's events are in this loop: after it, all runs go on alike.
         following = {}
         for width in range(1, more + 1) if rest[0] else (more,):
