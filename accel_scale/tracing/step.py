@@ -131,7 +131,10 @@ class FakeStep:
         return False
 
     def _run(self, rows: int, length: int, at_most: int = sys.maxsize) -> dict[str, list[int]]:
-        segments = self._record(rows, length, at_most)
+        try:
+            segments = self._record(rows, length, at_most)
+        finally:  # even gradients of a run that was ended
+            self.skeleton.model.zero_grad()
         copies = Counter(self.stands_for)
 
         def counted(segment: str, size: int, origin: str) -> int:
@@ -171,10 +174,7 @@ class FakeStep:
             recorder.is_backward = True
             loss.backward()
             del loss
-        segments = {name: list(events) for name, events in recorder.segments.items()}
-        for parameter in model.parameters():
-            parameter.grad = None
-        return segments
+        return {name: list(events) for name, events in recorder.segments.items()}
 
     def _kernels(self):  # type: ignore[no-untyped-def]
         stack = ExitStack()

@@ -274,6 +274,19 @@ def test_a_precision_that_the_class_cannot_compute_is_refused_and_the_others_are
         plan(str(tmp_path), gpu="H100", method="full", precision="bf16_true", strategy=["FSDP2"], num_gpus=2)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_a_run_that_is_ended_early_changes_no_later_run(share: float) -> None:
+    """Forward, at the loss, and in the backward pass, where some gradients are there already."""
+    facts = small("ernie4_5", num_key_value_heads=2, head_dim=16)
+    expected = FakeStep(facts, FP32, is_cuda=False, is_tracked=True).run(2, 64)
+    step = FakeStep(facts, FP32, is_cuda=False, is_tracked=True)
+    num_allocations = sum(event > 0 for events in expected.values() for event in events)
+    assert step.allocates_more(2, 64, than=round(share * num_allocations))
+    assert not step.allocates_more(2, 64, than=num_allocations)
+    assert step.run(2, 64) == expected
+
+
 # ── Caches ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
