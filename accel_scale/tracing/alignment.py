@@ -122,8 +122,10 @@ def _parts(events: Sequence[Sequence[int]], points: Sequence[Point]) -> list[Loo
         rest = [each[width * count + len(block) :] for each, count in zip(rest, counts, strict=True)]
     parts.append(block)
     if any(rest):
+        # Iterations that differ, as a first or last one may: again with the chunk that the shortest run has.
         end = _common([each[::-1] for each in rest], points)[::-1]
-        parts += [Loop([each[: len(each) - len(end)] for each in rest]), end]
+        taken = min(max(more, 0), len(end))
+        parts += [Loop([each[: len(each) - len(end) + taken] for each in rest]), end[taken:]]
     return parts
 
 
