@@ -54,6 +54,7 @@ LAYERS = 4
 SETUPS = {
     "full": {"method": "full", "precision": "fp32", "checkpointing": "none"},
     "lora": {"method": "lora", "precision": "fp32", "checkpointing": "full"},  # none if the class has no checkpointing
+    "recomputed": {"method": "full", "precision": "fp32", "checkpointing": "selective"},
 }
 
 
@@ -176,6 +177,8 @@ def measure(config: PreTrainedConfig, name: str) -> Row:
         # The CPU has no fused attention with dropout.
         tiny.get_text_config(decoder=True).update(dict.fromkeys(dropouts_of(tiny.get_text_config(decoder=True)), 0.0))
         if not skeleton_of(tiny).supports_gradient_checkpointing:
+            if name == "recomputed":
+                return Row(model_type, name, how, problem="the class has no checkpointing")
             setup = replace(setup, checkpointing="none")
     except Exception as error:
         return Row(model_type, name, how, problem=f"no small configuration: {_short(error)}")
@@ -225,8 +228,9 @@ def write(rows: list[Row]) -> None:
         "# Plans of every causal language model beside measured steps on a CPU",
         "",
         "`python benchmarks/traced_models.py`: peak bytes in tensors over a whole optimizer step of a shrunken model,",
-        f"2 × 256 tokens, fp32, {LAYERS} layers or more: full training without checkpointing, LoRA with it where the",
-        "class supports it. Layers are modelled by hand or traced. Nothing was fitted to these models.",
+        f"2 × 256 tokens, fp32, {LAYERS} layers or more: full training, without checkpointing and with selective",
+        "(`recomputed`); LoRA with full checkpointing; where the class supports it. Layers are modelled or traced.",
+        "Nothing was fitted to these models.",
         "",
         *summary(rows),
         "",

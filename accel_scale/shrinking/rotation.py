@@ -37,8 +37,10 @@ def shrink_rope(rope: object, old: Stored, default_head_dim: int) -> object:
 def state_sections(small: PreTrainedConfig) -> None:
     """State the sections of a smaller head for classes that else assume those of a head of 128 values."""
     rope = getattr(small, "rope_parameters", None)
-    if isinstance(rope, dict) and _SECTIONS in getattr(small, "ignore_keys_at_rope_validation", ()):
-        rope.setdefault(_SECTIONS, _sections(rope))
+    if rope and isinstance(rope, dict) and _SECTIONS in getattr(small, "ignore_keys_at_rope_validation", ()):
+        # Some classes have parameters for each type of layer, or fill them in later.
+        for part in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
+            part.setdefault(_SECTIONS, _sections(part))
 
 
 def _sections(rope: Stored) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from test_shrink import REAL
 from torch import nn
-from transformers import LlamaConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, LlamaConfig, PreTrainedConfig
 
 from accel_scale.data.default import default_model_path
 from accel_scale.errors import ConfigError
@@ -300,3 +301,23 @@ def test_a_model_of_text_and_images_is_written_from_its_configuration(family: st
     )
     assert tiny.num_parameters < shrink.MAX_BODY_PARAMETERS
     assert (tmp_path / "tiny" / "model.safetensors").is_file()
+
+
+# ── Files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_again(config: PreTrainedConfig) -> None:
+    stored = json.loads(json.dumps(config.to_dict(), default=str))
+    AutoConfig.for_model(stored.pop("model_type"), **stored)
+
+
+@pytest.mark.parametrize("config_class", dict.fromkeys(MODEL_FOR_CAUSAL_LM_MAPPING), ids=lambda found: found.__name__)
+def test_a_smaller_configuration_can_be_read_again(config_class: type[PreTrainedConfig]) -> None:
+    """The rehearsal and the planner read it; rotary parameters may be stated for each type of layer."""
+    try:
+        config = config_class()
+        read_again(config)
+        small = shrink.shrink_model_config(config, vocab_size=512, min_layers=4)
+    except Exception as error:
+        pytest.skip(f"its own default cannot be read or shrunk: {error}")
+    read_again(small)

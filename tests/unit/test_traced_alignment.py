@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import itertools
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from accel_scale.planning.models.traced import facts_of_any
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.traced.polynomials import fitted, value_of
 from accel_scale.planning.traced.steps import marks_of
 from accel_scale.tracing.alignment import Run, are_alike, by_event, by_loop
-from accel_scale.tracing.fits import _by_points, _of_rows
+from accel_scale.tracing.fits import _LOOPING, _by_points, _of_rows
 from accel_scale.tracing.service import traced_fit
-from accel_scale.tracing.step import FakeStep
+from accel_scale.tracing.step import FakeStep, Layers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import plan_times
 
 POINTS = [(2, 128), (3, 320), (5, 192), (4, 256)]
 OTHERS = [(3, 384), (7, 64 * 50), (16, 1024)]
@@ -190,3 +197,30 @@ def test_a_fit_gives_the_bytes_of_a_run_of_any_size(config, others, checkpointin
         assert nets == pytest.approx({name: sum(events) for name, events in run.items()}, abs=1)
         highest = {name: max(0, *itertools.accumulate(events)) for name, events in run.items() if events}
         assert {name: max(0, peaks[name]) for name in highest} == pytest.approx(highest, rel=1e-6)
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("checkpointing", ["full", "none", "selective"])
+@pytest.mark.parametrize("model_type", plan_times.CONFIGS)
+def test_a_fit_gives_the_bytes_of_longer_runs_of_models_of_real_size(
+    model_type: str, checkpointing: str, method: str
+) -> None:
+    """Gradients of large weights hide what grows from the sizes that verify a fit."""
+    config = AutoConfig.for_model(model_type, **plan_times.CONFIGS[model_type]).to_dict()
+    facts = facts_of_any(json.loads(json.dumps(config, default=str)), name=model_type)
+    setup = TrainingSetup(method=method, packing=False, checkpointing=checkpointing, sequence_length=2048)
+    fit = traced_fit(facts, setup, is_cuda=True, is_tracked=False)
+    layers: Layers = "few, counted as all" if model_type == "gemma4_text" else "few"  # it has inputs for each layer
+    step = FakeStep(facts, setup, is_cuda=True, is_tracked=False, layers=layers)
+    points = [(3, 64), (1, 96)] if _LOOPING[facts.traced_config] == "tokens" else [(3, 2048), (1, 1024)]
+    for point in points:
+        peaks, nets = marks_of(fit, *point)
+        run = {name: events for name, events in step.run(*point).items() if name != "head" and events}
+        highest = {name: max(0, *itertools.accumulate(events)) for name, events in run.items()}
+        slack = 0.005 * max(highest.values())
+        assert {name: nets[name] for name in run} == pytest.approx(
+            {name: sum(events) for name, events in run.items()}, abs=slack
+        )
+        assert {name: max(0, peaks[name]) for name in run} == pytest.approx(highest, abs=slack)
