@@ -6,9 +6,9 @@ DeepSpeed.
 
 Rows of grade A and B (benchmarks/data/memory_measurements.json) are predicted as published; nothing is fitted to
 single rows. Errors are relative to the measured value. *Dangerous*: the planner's upper bound fits on some card of a
-usual size but the measured value does not. *Direction*: of two rows of one source whose measurements differ by more
-than 5 %, the planner predicts the same one to be larger. *Inside*: the measured value is in the interval, whose
-half-width is given as a share of the prediction.
+usual size but the measured value does not; runs that their source says ran out of memory are counted apart.
+*Direction*: of two rows of one source whose measurements differ by more than 5 %, the planner predicts the same one to
+be larger. *Inside*: the measured value is in the interval, whose half-width is given as a share of the prediction.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -23,14 +24,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from published_rows import HF_STACKS, PublishedRow, load_rows, published_row
+from published_rows import HF_STACKS, PublishedRow, load_rows, model_of, published_row, setup_of, source_of
 
 from accel_scale.errors import ConfigError
 from accel_scale.planning.cost.memory import MemoryEstimate, predict_memory
 from accel_scale.planning.models.parameters import parameter_groups
+from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.quiet import quiet_imports
 
 GIB = 2**30
+_CARD_GIB = re.compile(r"(\d+)GB")
 CARDS_GIB = (8, 12, 16, 24, 32, 40, 48, 80, 96, 141, 192)
 REPOSITORY = Path(__file__).resolve().parents[1]
 SCOREBOARD = REPOSITORY / "docs" / "planner_accuracy.md"
@@ -190,9 +193,37 @@ def scoreboard() -> dict[str, Any]:
         "other": {source: summary(rows) for (is_hf, source), rows in groups.items() if not is_hf},
         "all_hf": summary(hf),
         "all": summary(scored),
+        "out_of_memory": out_of_memory(load_rows()),
         "misses": [_miss(item) for item in scored if abs(item.error) > 0.25],
         "refused": refused,
     }
+
+
+def out_of_memory(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every run that its source says ran out of memory, with what the planner says it needs and its card's size."""
+    found = []
+    for row in rows:
+        if row["kind"] == "boundary_oom":
+            model, setup = model_of(row), setup_of(row)
+            estimate = predict_memory(model, setup)
+            card = int(_CARD_GIB.search(row["gpu"])[1])  # type: ignore[index]
+            found.append(
+                {
+                    "id": row["id"],
+                    "source": source_of(row),
+                    "what": _what(model.name, setup),
+                    "card_gib": card,
+                    "predicted_gib": round(estimate.device_bytes / GIB, 1),
+                    "upper_gib": round(estimate.high_bytes / GIB, 1),
+                    "said_to_fit": estimate.high_bytes <= card * GIB,
+                }
+            )
+    return found
+
+
+def _what(model: str, setup: TrainingSetup) -> str:
+    rows = f"{setup.micro_batch_size} × {setup.sequence_length} tokens"
+    return f"{model}, {setup.method}, {setup.parallel.strategy} on {setup.parallel.num_gpus}, {rows}"
 
 
 def _miss(item: Scored) -> dict[str, Any]:
@@ -203,7 +234,7 @@ def _miss(item: Scored) -> dict[str, Any]:
     return {
         "id": row.id,
         "source": row.source,
-        "what": f"{row.model.name}, {setup.method}, {setup.parallel.strategy}, {setup.sequence_length} tokens",
+        "what": _what(row.model.name, setup),
         "measured_gib": round(row.measured_gib, 2),
         "predicted_gib": round(item.predicted, 2),
         "error": round(item.error, 3),
@@ -231,7 +262,14 @@ def markdown(board: dict[str, Any]) -> str:
         else:
             lines += [_line("**every row, of both tables**", board["all"]), "", *(f"- {text}" for text in AS_MEASURED)]
     lines += ["", "The last two columns are the median errors of those estimators on the same rows.", ""]
-    lines += ["## Misses above 25 %", "", "| row | what | measured, GiB | predicted | error | why |"]
+    lines += ["## Published out-of-memory errors", ""]
+    lines += ["| row | what | card, GiB | predicted | upper bound | said to fit |", "|---:|---|---:|---:|---:|---|"]
+    lines += [
+        f"| {o['id']} | {o['what']} | {o['card_gib']} | {o['predicted_gib']} | {o['upper_gib']} "
+        f"| {'yes' if o['said_to_fit'] else 'no'} |"
+        for o in board["out_of_memory"]
+    ]
+    lines += ["", "## Misses above 25 %", "", "| row | what | measured, GiB | predicted | error | why |"]
     lines += ["|---:|---|---:|---:|---:|---|"]
     lines += [
         f"| {m['id']} | {m['what']} | {m['measured_gib']} | {m['predicted_gib']} | {m['error']:+.0%} | {m['why']} |"

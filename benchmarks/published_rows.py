@@ -29,6 +29,16 @@ _IN_BACKWARD = ("optimizer_in_bwd", "opt-in-bwd", "fused into backward")
 # torchtitan's documents of after April 2025, when its loss began to be compiled with the layers (bbb1b616e).
 _WITH_COMPILED_LOSS = ("llama3-8b_h200_202506", "mxfp8.md")
 _DEGREE = re.compile(r"\b(dp|tp|pp|cp)=(\d+)", re.IGNORECASE)
+# Rows of an optimizer step where litgpt's documents state them: all runs of resource-tables.md, and the full.yaml of
+# each model in config_hub/finetune, whose row does not repeat it.
+_LITGPT_TABLES_STEP = 128
+_LITGPT_FULL_STEPS = {
+    "google/gemma-2b": 16,
+    "meta-llama/Llama-2-7b-hf": 64,
+    "meta-llama/Meta-Llama-3-8B": 64,
+    "microsoft/phi-2": 8,
+    "stabilityai/stablelm-base-alpha-3b": 8,
+}
 
 
 @dataclass(frozen=True)
@@ -65,9 +75,14 @@ def published_row(row: dict[str, Any]) -> PublishedRow:
     if not row["seq_len"] or not row["batch"] or not row["peak_mem_gib"]:
         raise ConfigError(f"row {row['id']} states no length, batch or memory.")
     measured = row["peak_mem_gib"] / (row["n_gpus"] if row["sum_over_gpus"] else 1)
+    setup = setup_of(row)
+    return PublishedRow(row["id"], source_of(row), row["stack"], metric_of(row), measured, model_of(row), setup, row)
+
+
+def model_of(row: dict[str, Any]) -> ModelFacts:
+    """The row's model as its stack builds it."""
     model = load_model_facts(row["model"]["name"], allow_download=False)
-    model = _litgpts(model) if _is_litgpt(row) else model
-    return PublishedRow(row["id"], source_of(row), row["stack"], metric_of(row), measured, model, setup_of(row), row)
+    return _litgpts(model) if _is_litgpt(row) else model
 
 
 def source_of(row: dict[str, Any]) -> str:
@@ -129,11 +144,15 @@ def _litgpts(model: ModelFacts) -> ModelFacts:
 
 
 def _accumulation(row: dict[str, Any]) -> int:
-    """Micro-batches per step; litgpt's rows state the batch of a step instead."""
-    whole = re.search(r"batch (\d+) total", row["notes"] or "")
-    if row["grad_accum"] or whole is None:
+    """Micro-batches per step; litgpt states the rows of a step instead."""
+    if row["grad_accum"] or not _is_litgpt(row):
         return row["grad_accum"] or 1
-    return max(1, int(whole[1]) // (row["batch"] * row["n_gpus"]))
+    rows = row["batch"] * row["n_gpus"]
+    if "resource-tables" in row["source"]:
+        rows = _LITGPT_TABLES_STEP
+    elif "config_hub" in row["source"] and row["peft"] is None:
+        rows = _LITGPT_FULL_STEPS.get(row["model"]["name"], rows)
+    return max(1, rows // (row["batch"] * row["n_gpus"]))
 
 
 def _is_litgpt(row: dict[str, Any]) -> bool:

@@ -57,6 +57,12 @@ def test_other_loops_are_predicted_as_they_were_measured(boards):
     assert all(figures["median_error"] <= 0.15 for figures in litgpt)
 
 
+def test_no_published_out_of_memory_is_said_to_fit(boards):
+    now, _ = boards
+    assert len(now["out_of_memory"]) >= 13
+    assert not [row for row in now["out_of_memory"] if row["said_to_fit"]]
+
+
 def test_intervals_are_half_as_wide_where_states_rule():
     import planner_accuracy
 
