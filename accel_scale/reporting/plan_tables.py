@@ -26,6 +26,8 @@ from accel_scale.units import format_bytes, three_digits
 _GIB = 2**30
 # Share of a step spent waiting for the host above which a plan says so.
 _LATE = 0.25
+# Share of the memory from which blocks that the allocator keeps are worth a note.
+_WORTH_SAYING = 0.1
 _WIDTH = 150
 _MOST_GPUS = 1024
 
@@ -200,11 +202,12 @@ def time_notes(plan: Plan) -> list[str]:
         said.append("sync: with --sync_each_batch true, which reduces the gradients of every micro-batch.")
     if best is not None and best.setup.checkpointing == "offload":
         said.append(f"{format_bytes(best.memory.host_bytes)} of host memory for each GPU, for the layers' inputs.")
-    if best is not None and best.memory.hoarded_bytes:
-        size = format_bytes(best.memory.hoarded_bytes)
+    if best is not None and best.memory.hoarded_bytes > _WORTH_SAYING * best.memory.device_bytes:
+        why = ", as rows differ in length" if best.setup.is_padded else ""
         said.append(
-            f"rows differ in length, so torch's allocator keeps {size} of little use; it gives them back when the "
-            "card is full, and keeps none with PYTORCH_ALLOC_CONF=expandable_segments:True."
+            f"torch's allocator keeps {format_bytes(best.memory.hoarded_bytes)} of that in blocks of little use{why}; "
+            "it gives them back when the card is full, and keeps none with "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True."
         )
     if best is not None and (late := _late_host(plan.request, best)) is not None:
         said.append(late)

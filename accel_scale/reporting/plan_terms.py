@@ -54,7 +54,7 @@ def gpu_rows(candidate: Candidate) -> dict[str, float]:
     return {
         f"in tensors ({memory.peak_phase.name})": memory.peak_bytes,
         "+ lost by the allocator": memory.reserved_bytes - memory.hoarded_bytes - memory.peak_bytes,
-        **({"+ kept from rows of other lengths": memory.hoarded_bytes} if memory.hoarded_bytes else {}),
+        **({"+ kept, but given back when full": memory.hoarded_bytes} if memory.hoarded_bytes else {}),
         "+ CUDA context": overhead.context_bytes,
         "+ NCCL": overhead.communication_bytes,
         "= on the card": memory.device_bytes,

@@ -280,7 +280,11 @@ def memory_terms(memory: MemoryEstimate) -> tuple[tuple[str, float], ...]:
     return (
         *memory.peak_phase.terms,
         ("room lost between blocks", memory.reserved_bytes - memory.hoarded_bytes - memory.peak_bytes),
-        *([("blocks kept from rows of other lengths", memory.hoarded_bytes)] if memory.hoarded_bytes else []),
+        *(
+            [("blocks that torch gives back when the card is full", memory.hoarded_bytes)]
+            if memory.hoarded_bytes
+            else []
+        ),
         ("CUDA's and NCCL's own", memory.device_bytes - memory.reserved_bytes),
     )
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, BertForMaskedLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from accel_scale.planning.models.model_config import MODEL_TYPES
 
@@ -90,9 +90,7 @@ def _own_fields(draw: st.DrawFn, model_type: str, config: dict[str, Any]) -> dic
         config |= {"n_routed_experts": draw(st.integers(2, 5)), "n_shared_experts": draw(st.sampled_from([1, 2]))}
         config |= {"num_experts_per_tok": 2, "moe_intermediate_size": 20}
         config["first_k_dense_replace"] = draw(st.integers(0, 3))
-    if model_type == "bert":
-        config["is_decoder"] = False
-    if model_type in ("phi", "stablelm", "opt", "falcon", "gpt_neox", "cohere2", "bert", "deepseek_v2", "deepseek_v3"):
+    if model_type in ("phi", "stablelm", "opt", "falcon", "gpt_neox", "cohere2", "deepseek_v2", "deepseek_v3"):
         config.pop("head_dim", None)
     return config
 
@@ -102,7 +100,7 @@ def build(config: dict[str, Any]) -> nn.Module:
     fields = {name: value for name, value in config.items() if name != "model_type"}
     parsed = CONFIG_MAPPING[config["model_type"]](**fields)
     with torch.device("meta"):
-        return BertForMaskedLM(parsed) if config["model_type"] == "bert" else AutoModelForCausalLM.from_config(parsed)
+        return AutoModelForCausalLM.from_config(parsed)
 
 
 def each_family(examples: int) -> Any:

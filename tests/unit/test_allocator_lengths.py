@@ -15,7 +15,8 @@ from accel_scale.settings.planned import memory_terms
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from allocator_lengths import CachingAllocator, drawn, reserved_after
+from allocator_lengths import drawn, reserved_after
+from caching_allocator import CachingAllocator
 
 MIB, GIB = 2**20, 2**30
 LORA = LoraSetup(rank=8, targets=("q_proj", "v_proj"))

@@ -90,9 +90,8 @@ def test_every_group_is_that_of_the_real_class(config: dict[str, Any]) -> None:
     assert Counter(layer.sliding_window for layer in facts.each_layer()) == real_windows(model.config, len(layers))
     outside = [(name.rsplit(".", 1)[-1], module) for name, module in model.named_modules() if ".0" not in name]
     assert facts.position_params == sum(count(module) for name, module in outside if name in POSITION_MODULES)
-    if config["model_type"] != "bert":
-        norms = sum(count(module) for name, module in outside if name in FINAL_NORMS and not is_in(module, layers))
-        assert facts.final_norm_params == norms
+    norms = sum(count(module) for name, module in outside if name in FINAL_NORMS and not is_in(module, layers))
+    assert facts.final_norm_params == norms
     head = model.get_output_embeddings()
     tied = head.weight is model.get_input_embeddings().weight
     assert facts.tied_embeddings == tied

@@ -48,7 +48,7 @@ def peft_trainable(config: dict[str, Any], setup: LoraSetup) -> int:
         target_modules=targets,
         use_dora=setup.dora,
         modules_to_save=list(setup.full_modules) or None,
-        task_type=None if config["model_type"] == "bert" else "CAUSAL_LM",
+        task_type="CAUSAL_LM",
     )
     model = get_peft_model(build(config), lora)
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -114,13 +114,13 @@ def test_off_is_the_default_without_a_gpu_and_says_nothing(model: Path) -> None:
 
 
 def test_a_model_that_is_not_modelled_goes_on_unplanned_or_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", "num_hidden_layers": 2}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "num_layers": 2}))
     plan, lines = planned(tmp_path, "--plan check --plan_gpu 24GiB --packing false --attn_implementation eager")
     assert plan is None
     assert len(lines) == 1
     assert "cannot be predicted: " in lines[0]
-    assert "the layers of 'bert' models are not modelled" in lines[0]
-    with pytest.raises(ConfigError, match="bert"):
+    assert "'t5' is not modelled and cannot be built from its config" in lines[0]
+    with pytest.raises(ConfigError, match="t5"):
         resolved(tmp_path, "--plan auto --plan_gpu 24GiB --packing false --attn_implementation eager")
 
 
@@ -231,9 +231,9 @@ def test_rows_of_the_data_that_differ_keep_blocks_unless_segments_grow(
     same, differing = (Dataset.from_dict({"text": ["word " * 1000, "word " * other]}) for other in (1000, 100))
     plan, _ = planned(model, flags)
     assert plan is not None
-    assert plan.for_data(same, Words()).memory.hoarded_bytes == 0
+    alike = plan.for_data(same, Words())
     found = plan.for_data(differing, Words())
-    assert found.memory.hoarded_bytes > 2**29
+    assert found.memory.hoarded_bytes > alike.memory.hoarded_bytes + 2**28
     assert found.memory.high_bytes <= found.limit_bytes
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     plan, _ = planned(model, flags)

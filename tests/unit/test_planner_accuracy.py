@@ -37,9 +37,9 @@ def test_no_source_got_worse(boards):
 
 def test_hugging_face_stacks_are_predicted_well(boards):
     now, _ = boards
-    assert now["all_hf"]["rows"] >= 70
+    assert now["all_hf"]["rows"] >= 79
     for source, figures in now["hf"].items():
-        assert figures["median_error"] <= 0.10, source
+        assert figures["median_error"] <= 0.10 or figures["rows"] == 1, source
     assert now["all_hf"]["dangerous"] <= 0.03
     assert now["all_hf"]["inside"] >= 0.9
     # Better than the estimators of those stacks do on the same rows.

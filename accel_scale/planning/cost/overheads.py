@@ -21,6 +21,10 @@ STATES_MARGIN, ACTIVATIONS_MARGIN, ALLOCATOR_MARGIN, CONTEXT_MARGIN = 0.04, 0.25
 # and 0.6 to 1.1 for large vocabularies; ms-swift measured 1.3 to 3.6 with whole logits.
 _HOARDED_SHARE, _HOARDED_IN_CHUNKS = 2.4, 0.8
 
+# With rows of one length: shares of what head and loss allocate, of what the last layer's backward pass adds to the
+# forward pass, and of what a layer allocates besides what is saved; from benchmarks/allocator_steps.py.
+_HELD_WHOLE, _HELD_IN_CHUNKS = (0.2, 1.0, 0.1), (0.2, 0.1, 0.9)
+
 
 @dataclass(frozen=True)
 class Overhead:
@@ -53,11 +57,15 @@ _WHOLE_LOGITS = ("full", "full_compiled", "chunked_logits")
 
 def hoarded_share(setup: TrainingSetup, vocab_size: int, *, is_cuda: bool = True) -> float:
     """What the allocator holds of head and loss, as a multiple of their bytes; 0 if micro-batches have one length."""
-    if not (is_cuda and setup.is_padded) or setup.expandable_segments:
+    if not (is_cuda and setup.is_padded):
         return 0.0
+    return _HOARDED_SHARE if takes_whole_logits(setup, vocab_size) else _HOARDED_IN_CHUNKS
+
+
+def takes_whole_logits(setup: TrainingSetup, vocab_size: int) -> bool:
+    """True if all logits of a micro-batch exist at once."""
     logits = setup.micro_batch_size * setup.sequence_length * vocab_size
-    is_whole = setup.loss in _WHOLE_LOGITS or (setup.loss == "chunked" and logits <= setup.chunk_logits)
-    return _HOARDED_SHARE if is_whole else _HOARDED_IN_CHUNKS
+    return setup.loss in _WHOLE_LOGITS or (setup.loss == "chunked" and logits <= setup.chunk_logits)
 
 
 class BesideTensors(TypedDict):
@@ -70,29 +78,74 @@ class BesideTensors(TypedDict):
     high_bytes: float
 
 
+@dataclass(frozen=True)
+class TensorBytes:
+    """Bytes in tensors at moments of a step.
+
+    Attributes:
+        peak: At the highest of all moments.
+        states: Of these, bytes whose size follows from the settings alone.
+        with_loss: At the end of the forward pass.
+        passes: At the highest moment of forward and backward passes.
+        update: While the optimizer steps.
+        late_states: Optimizer states that the first step makes, when a forward and a backward pass have been done.
+        gradients: Gradients on the card after a step's passes.
+        unit: The largest group of weights that is gathered at a time; 0 if weights are whole.
+    """
+
+    peak: float
+    states: float
+    with_loss: float
+    passes: float
+    update: float
+    late_states: float
+    gradients: float
+    unit: float
+
+
+def held_bytes(tensors: TensorBytes, step: StepBytes, *, is_whole: bool) -> float:
+    """What torch's allocator holds after some steps of rows of one length: tensors, and blocks that nothing fits.
+
+    Blocks of the layers' tensors are too small for logits. States made after the first backward pass take the blocks
+    of its activations, which need as much again in the next step.
+
+    Args:
+        tensors: Bytes of one rank.
+        step: Memory peaks of the activations.
+        is_whole: Whether head and loss compute all logits of a micro-batch at once.
+    """
+    head = max(0.0, step.loss_bytes - step.forward_bytes)
+    last_layer = max(0.0, step.backward_top_bytes - step.forward_bytes)
+    working = step.forward_bytes - step.saved_bytes
+    of_head, of_last, of_working = _HELD_WHOLE if is_whole else _HELD_IN_CHUNKS
+    apart = max(0.0, of_head * head + of_last * last_layer + of_working * working)
+    first = max(tensors.update, tensors.passes - tensors.late_states + apart)
+    activations = max(0.0, step.peak_bytes - step.gradient_bytes)
+    return first + min(activations, tensors.late_states) + tensors.unit
+
+
 def beside_tensors(
-    *,
-    peak: float,
-    states: float,
-    with_loss: float,
-    gradients: float,
+    tensors: TensorBytes,
     step: StepBytes,
+    *,
     overhead: Overhead,
     share: float,
+    is_whole: bool,
+    is_extending: bool,
     limit_bytes: float | None,
 ) -> BesideTensors:
     """Blocks that cannot be reused or are hoarded, the context, and the interval around all of it.
 
     Args:
-        peak: Bytes in tensors at the peak.
-        states: Of these, bytes whose size follows from the settings alone.
-        with_loss: Bytes in tensors at the end of the forward pass.
-        gradients: Bytes of gradients on the card after a step's passes.
+        tensors: Bytes of one rank.
         step: Memory peaks of the activations, and of whole gradients.
         overhead: Of the rank.
         share: `hoarded_share`.
+        is_whole: Whether head and loss compute all logits of a micro-batch at once.
+        is_extending: Whether the allocator extends its segments, and so keeps no blocks that nothing fits.
         limit_bytes: Memory of the card; None: large enough.
     """
+    peak, states, gradients = tensors.peak, tensors.states, tensors.gradients
     bottom = step.backward_bottom_bytes - step.gradient_bytes + gradients
     passes = max(step.forward_bytes, step.loss_bytes, step.backward_top_bytes, bottom)
     churn = passes - step.saved_bytes + 0.25 * step.saved_bytes
@@ -102,10 +155,11 @@ def beside_tensors(
     margin = STATES_MARGIN * states + ACTIVATIONS_MARGIN * (peak - states)
     margin += ALLOCATOR_MARGIN * lost + CONTEXT_MARGIN * context
     hoarded = 0.0
-    if share:
+    if overhead.fragmentation_bytes and not is_extending:
         # Other phases fill hoarded blocks before they ask for more.
         blocks = max(0.0, step.loss_bytes - step.forward_bytes)
-        hoarded = max(0.0, with_loss + share * blocks - peak - lost)
+        held = max(tensors.with_loss + share * blocks, held_bytes(tensors, step, is_whole=is_whole))
+        hoarded = max(0.0, held - peak - lost)
         if limit_bytes is not None:
             hoarded = min(hoarded, max(0.0, limit_bytes - needed - margin) / (1 + ALLOCATOR_MARGIN))
     margin += ALLOCATOR_MARGIN * hoarded

@@ -116,19 +116,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen": sizes(
         151936, 4096, 32, 32, 22016, 32768, kv_channels=128, no_bias=True, rotary_pct=1.0, attn_dropout_prob=0.0
     ),
-    "bert": sizes(
-        30522,
-        768,
-        12,
-        12,
-        3072,
-        512,
-        hidden_act="gelu",
-        hidden_dropout_prob=0.1,
-        attention_probs_dropout_prob=0.1,
-        type_vocab_size=2,
-        tie_word_embeddings=True,
-    ),
 }
 
 _GPT_NAMES = {

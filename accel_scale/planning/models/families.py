@@ -170,8 +170,14 @@ def llama_like_facts(config: ConfigFields, style: ModelStyle, *, name: str, mode
         logit_softcap=config.get("final_logit_softcapping") is not None,
         attention_softcap=config.get("attn_logit_softcapping") is not None,
         projection_clip=config.get("clip_qkv") is not None,
-        layer_variant="unscaled" if _logit_factor(config, model_type) == 1 else "",
+        layer_variant=_variant(config, model_type),
     )
+
+
+def _variant(config: ConfigFields, model_type: str) -> str:
+    if model_type == "stablelm" and config.flag("qk_layernorm"):
+        return "norms of each head"
+    return "unscaled" if _logit_factor(config, model_type) == 1 else ""
 
 
 def _logit_factor(config: ConfigFields, model_type: str) -> object:

@@ -1,4 +1,4 @@
-"""Facts of the families before Llama: GPT-2, GPT-J, GPT-NeoX, OPT, Phi, the first Qwen, BERT."""
+"""Facts of the families before Llama: GPT-2, GPT-J, GPT-NeoX, OPT, Phi, the first Qwen."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def _gpt2(config: ConfigFields, **named: Any) -> ModelFacts:
         embedding_dropout=config.largest("embd_pdrop"),
         residual_dropout=config.largest("resid_pdrop"),
         embedding_name="wte",
+        layer_variant="scores in fp32" if config.flag("reorder_and_upcast_attn") else "",
         **named,
     )
 
@@ -77,6 +78,7 @@ def _opt(config: ConfigFields, **named: Any) -> ModelFacts:
     norm_weights = 2 if config.flag("layer_norm_elementwise_affine") else 0
     final_norm = config.flag("do_layer_norm_before") and not config.flag("_remove_final_layer_norm")
     projections = (LinearFacts("project_in", embedding, hidden), LinearFacts("project_out", hidden, embedding))
+    is_usual = final_norm and norm_weights and embedding == hidden
     return uniform_facts(
         config,
         read_heads(config, head_dim=False),
@@ -91,6 +93,7 @@ def _opt(config: ConfigFields, **named: Any) -> ModelFacts:
         residual_dropout=config.largest("dropout"),
         embedding_size=0 if embedding == hidden else embedding,
         outside_linears=() if embedding == hidden else projections,
+        layer_variant="" if is_usual else "other norms or a narrower embedding",
         **named,
     )
 
@@ -148,28 +151,6 @@ def _qwen(config: ConfigFields, **named: Any) -> ModelFacts:
     )
 
 
-def _bert(config: ConfigFields, **named: Any) -> ModelFacts:
-    """BERT as a masked language model: the head is a dense layer, a norm and the tied embedding with a bias."""
-    hidden = config.whole("hidden_size")
-    return uniform_facts(
-        config,
-        read_heads(config, head_dim=False),
-        attention=whole_attention(config, ("query", "key", "value", "dense"), bias=True),
-        mlp=two_layers(config, ("dense", "dense")),
-        activation=config.text("hidden_act"),
-        position_params=(config.whole("max_position_embeddings") + config.whole("type_vocab_size")) * hidden,
-        final_norm_params=2 * hidden,
-        head_bias=True,
-        attention_dropout=config.largest("attention_probs_dropout_prob"),
-        residual_dropout=config.largest("hidden_dropout_prob"),
-        outside_linears=(LinearFacts("dense", hidden, hidden, True),),
-        # The class keeps the head's bias twice if it does not tie embeddings.
-        outside_other_params=2 * hidden + (0 if config.flag("tie_word_embeddings") else config.whole("vocab_size")),
-        embedding_name="word_embeddings",
-        **named,
-    )
-
-
 FAMILIES: dict[str, Callable[..., ModelFacts]] = {
     "gpt2": _gpt2,
     "gptj": _gptj,
@@ -179,5 +160,4 @@ FAMILIES: dict[str, Callable[..., ModelFacts]] = {
     "falcon": falcon_facts,
     "phi": _phi,
     "qwen": _qwen,
-    "bert": _bert,
 }

@@ -22,7 +22,7 @@ def facts_from_config(config: Mapping[str, Any], *, name: str, place: str | None
     """Shapes and parameters of the causal language model that transformers builds from a config.
 
     Missing fields take the defaults of the transformers class. For a Gemma 3 with images (``gemma3``) this is the
-    language model, without the vision tower. For BERT it is the masked language model.
+    language model, without the vision tower.
 
     Args:
         config: The contents of a ``config.json``.

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+# Layouts and activation functions that are modelled by hand.
+MODELLED_VARIANTS = ("", "grouped", "halves", "unscaled")
+MODELLED_ACTIVATIONS = ("relu", "silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+
 
 @dataclass(frozen=True)
 class LinearFacts:
@@ -128,13 +132,14 @@ class ModelFacts:
         logit_softcap: Whether final logits pass a tanh cap (Gemma 2).
         attention_softcap: Whether attention scores pass one.
         projection_clip: Whether queries, keys and values are clamped as they leave their projections (OLMo 1.7).
-        layer_variant: The layout of its layers within the family, if shapes do not tell; empty: the usual one.
+        layer_variant: The layout of its layers within the family, if shapes do not tell; empty: the usual one. Layouts
+            that are not in `MODELLED_VARIANTS` are traced.
         value_dim: Width of a head's values, if not `head_dim` (latent attention); otherwise 0.
         embedding_size: Width of the embedding and the head, if not `hidden_size` (OPT-350M); otherwise 0.
         embedding_name: Last module name of the embedding.
         outside_linears: Matrix products outside the layers, except the head.
         outside_other_params: Parameters outside the layers that belong to none of the above: the norm next to the
-            embedding (BLOOM, BERT).
+            embedding (BLOOM).
         frozen_params: Parameters outside the layers that training on text leaves frozen, such as a vision tower's.
         has_embedding: Whether the token embedding is included; later stages of a pipeline lack it.
         has_head: Whether the head is included; earlier stages lack it.
@@ -184,6 +189,11 @@ class ModelFacts:
     buffer_values: int = 0
     num_scores: int = 0
     traced_config: str = ""
+
+    @property
+    def layers_are_modelled(self) -> bool:
+        """False for a variant within a family that only its class describes, and which is traced."""
+        return self.layer_variant in MODELLED_VARIANTS and self.activation in MODELLED_ACTIVATIONS
 
     @property
     def num_layers(self) -> int:

@@ -78,17 +78,16 @@ def helper() -> Helper | None:
 
 
 def facts_of_any(config: Mapping[str, object], *, name: str, place: str | None = None) -> ModelFacts:
-    """`facts_from_config` for modelled architectures, facts of the real class for everything else.
+    """`facts_from_config` for layers that are modelled by hand, facts of the real class for everything else.
 
     Raises:
         ConfigError: if neither can read the config.
     """
     model_type = config.get("model_type") if isinstance(config, Mapping) else None
-    modelled = model_type in MODEL_TYPES or model_type == "gemma3"
-    if model_type == "bert" and config.get("is_decoder"):
-        modelled = False  # only the encoder is modelled by hand
-    if modelled or not isinstance(model_type, str):
-        return facts_from_config(config, name=name, place=place)
+    if model_type in MODEL_TYPES or model_type == "gemma3" or not isinstance(model_type, str):
+        facts = facts_from_config(config, name=name, place=place)
+        if facts.layers_are_modelled:
+            return facts
     text = _text_of(config)
     document = read_trace(text)
     if "facts" in document:

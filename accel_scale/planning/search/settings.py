@@ -8,7 +8,7 @@ from dataclasses import replace
 from accel_scale.facts.loss_chunks import card_logits
 from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.optimizer_specs import LEAN_OPTIMIZERS
-from accel_scale.planning.cost.memory import forward_setup
+from accel_scale.planning.cost.phases import forward_setup
 from accel_scale.planning.cost.strategies import ParallelChoice, choices, conflict
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.search.model_parallel import sharing_conflict

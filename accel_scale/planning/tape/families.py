@@ -159,12 +159,9 @@ def family_of(model: ModelFacts) -> Family:
     family = _family(model.model_type)
     if family is None:
         raise _refuse(model, f"the layers of {model.model_type!r} models are not modelled")
-    if model.model_type == "stablelm" and any(layer.query_key_norm for layer in model.layers):
-        raise _refuse(model, "StableLM with a norm for each head is not modelled")
-    if model.model_type == "opt" and (model.embedding_size or not model.final_norm_params):
-        raise _refuse(model, "OPT with norms after its blocks is not modelled")
-    if model.layer_variant not in ("", "grouped", "halves", "unscaled"):
-        raise _refuse(model, f"{model.model_type} with the variant {model.layer_variant!r} is not modelled")
+    if not model.layers_are_modelled:
+        variant = model.layer_variant or model.activation
+        raise _refuse(model, f"{model.model_type} with the variant {variant!r} is not modelled")
     if family.block == "joined" and not model.parallel_residual:
         family = replace(family, block="sequential")
     return family
