@@ -113,7 +113,7 @@ def measured() -> tuple[list[str], str]:
         for longest, gib in gibs.items():
             setup = replace(ROWS, **changes, sequence_length=longest, mean_length=longest / 2)
             found = predict_memory(model, setup, limit_bytes=CARD_GIB * GIB)
-            reserved, half = found.reserved_bytes / GIB, (found.high_bytes - found.device_bytes) / GIB
+            reserved, half = found.reserved_bytes / GIB, found.half_bytes / GIB
             without = reserved - found.hoarded_bytes / GIB
             (loss,) = (phase.total_bytes / GIB for phase in found.phases if phase.name == "forward and loss")
             share = (gib - loss) / ((found.step.loss_bytes - found.step.forward_bytes) / GIB)

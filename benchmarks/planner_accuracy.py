@@ -120,7 +120,7 @@ def _scored(row: PublishedRow, estimate: MemoryEstimate) -> Scored:
         "reserved": estimate.reserved_bytes,
         "device": estimate.device_bytes,
     }
-    margin = estimate.high_bytes - estimate.device_bytes
+    margin = estimate.half_bytes
     predicted = values[row.metric] + shift * (not (is_paged and row.metric == "device"))
     return Scored(row, predicted / GIB, margin / GIB, accelerate_gib(row), deepspeed_gib(row))
 

@@ -83,8 +83,8 @@ def prediction_of(run: RunRecords) -> PredictedRun:
     if not predicted:
         return PredictedRun(measured_seconds=seconds)
     allocated = number(predicted.get("allocated_bytes")) or 0.0
-    device, high = (number(predicted.get(name)) or 0.0 for name in ("device_bytes", "high_bytes"))
-    half = (high - device) / device * allocated if device else 0.0
+    device, low = (number(predicted.get(name)) or 0.0 for name in ("device_bytes", "low_bytes"))
+    half = (device - low) / device * allocated if device else 0.0
     is_on_device = "allocated_bytes" in run.series
     card = str(plan.get("card", ""))
     is_elsewhere = not compared and card != "this machine's memory" and not is_on_device

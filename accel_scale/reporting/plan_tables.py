@@ -23,7 +23,6 @@ from accel_scale.reporting.plan_terms import print_terms
 from accel_scale.reporting.tables import format_count, format_seconds
 from accel_scale.units import format_bytes, three_digits
 
-_GIB = 2**30
 # Share of a step spent waiting for the host above which a plan says so.
 _LATE = 0.25
 # Share of the memory from which blocks that the allocator keeps are worth a note.
@@ -155,9 +154,8 @@ def _cells(candidate: Candidate, budget: Budgeted) -> list[str]:
 
 def interval(candidate: Candidate | Rejection) -> str:
     """Predicted memory on the card, like ``61.2 ± 4.9 GiB``."""
-    memory = candidate.memory
-    assert memory is not None
-    return f"{memory.device_bytes / _GIB:.1f} ± {(memory.high_bytes - memory.device_bytes) / _GIB:.1f} GiB"
+    assert candidate.memory is not None
+    return candidate.memory.text
 
 
 def request_notes(request: Request) -> list[str]:

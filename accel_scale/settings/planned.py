@@ -75,9 +75,8 @@ class RunPlan:
     @property
     def text(self) -> str:
         """``predicted 5.21 ± 0.42 GiB of 23.6 GiB (RTX 4090)``."""
-        memory, card = self.memory, self.target.machine.gpu.name
-        half = memory.high_bytes - memory.device_bytes
-        return f"predicted {with_interval(memory.device_bytes, half)} of {format_bytes(self.limit_bytes)} ({card})"
+        card = self.target.machine.gpu.name
+        return f"predicted {size_text(self.memory)} of {format_bytes(self.limit_bytes)} ({card})"
 
     @property
     def least_rows(self) -> int:
@@ -92,7 +91,7 @@ class RunPlan:
             return
         name, size = max(memory_terms(self.memory), key=lambda term: term[1])
         raise ConfigError(
-            f"this run would not fit: {self.text}, up to {format_bytes(self.memory.high_bytes)}; the largest part "
+            f"this run would not fit: {self.text}, up to {format_bytes(self.memory.least_bytes)}; the largest part "
             f"is {name}, {format_bytes(size)}.",
             place=self.place,
             fix=self.remedies(),
@@ -111,7 +110,7 @@ class RunPlan:
         if texts:
             return f"{', or '.join(texts)}."
         first = self._change_text(_BATCH_FLAG, smallest) + f" --checkpointing_policy {policy}"
-        high = memory_on(self.target, self.facts, smallest).high_bytes
+        high = memory_on(self.target, self.facts, smallest).least_bytes
         if high <= self.limit_bytes:
             return f"{first} ({format_bytes(high)})."
         texts = self._changes(smallest)
@@ -126,7 +125,7 @@ class RunPlan:
         texts = []
         for flag, changed in cheapest_changes(request, setup):
             memory = memory_on(self.target, self.facts, changed)
-            texts.append(f"{self._change_text(flag, changed)} ({format_bytes(memory.high_bytes)})")
+            texts.append(f"{self._change_text(flag, changed)} ({format_bytes(memory.least_bytes)})")
         return texts
 
     def _change_text(self, flag: str, setup: TrainingSetup) -> str:
@@ -287,6 +286,11 @@ def memory_terms(memory: MemoryEstimate) -> tuple[tuple[str, float], ...]:
         ),
         ("CUDA's and NCCL's own", memory.device_bytes - memory.reserved_bytes),
     )
+
+
+def size_text(memory: MemoryEstimate) -> str:
+    """``5.21 ± 0.42 GiB``, or ``18.6 to 24.0 GiB`` where the card bounds the interval."""
+    return memory.text if memory.is_bounded else with_interval(memory.device_bytes, memory.half_bytes)
 
 
 def with_interval(value: float, half: float) -> str:

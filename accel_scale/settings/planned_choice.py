@@ -16,7 +16,7 @@ from accel_scale.planning.cost.strategies import ParallelChoice
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.search.recipe_choices import SFT_PLAN, PlannedRecipe
 from accel_scale.planning.search.search import Candidate, Request, search
-from accel_scale.settings.planned import RunPlan, planned_as, predict, with_interval
+from accel_scale.settings.planned import RunPlan, planned_as, predict, size_text
 from accel_scale.settings.planned_setup import recipe_value, target_of
 from accel_scale.settings.resolve import resolve, set_usual_schedule
 from accel_scale.settings.resolved import LaunchFacts, Resolved
@@ -230,6 +230,5 @@ def _flags_of(setup: TrainingSetup, parsed: ParsedFlags, rows_per_example: int) 
 
 def _line(values: Mapping[str, Any], chosen: Candidate, plan: RunPlan) -> str:
     said = ", ".join(f"--{name} {value}" for name, value in values.items()) or "nothing, all was set"
-    memory = chosen.memory
-    size = with_interval(memory.device_bytes, memory.high_bytes - memory.device_bytes)
+    size = size_text(chosen.memory)
     return f"planned: {said}; predicted {size} of {format_bytes(plan.limit_bytes)} ({plan.target.machine.gpu.name})"

@@ -49,7 +49,7 @@ class MemoryEstimate:
         device_bytes: Memory that the card shows as used: reserved, the CUDA context and NCCL's buffers.
         host_bytes: Host memory of one rank at the peak of loading or training.
         low_bytes: Lower end of the interval around `device_bytes`.
-        high_bytes: Upper end, which decides whether a setting fits.
+        high_bytes: Upper end, which decides whether a setting fits. What fits is bounded by the card.
     """
 
     phases: tuple[Phase, ...]
@@ -73,9 +73,27 @@ class MemoryEstimate:
         return self.peak_phase.total_bytes
 
     @property
+    def half_bytes(self) -> float:
+        """Half the width of the interval, were it not bounded by the card."""
+        return self.device_bytes - self.low_bytes
+
+    @property
     def least_bytes(self) -> float:
         """The upper end without hoarded blocks: the memory of the smallest card on which it fits."""
-        return self.high_bytes - (1 + ALLOCATOR_MARGIN) * self.hoarded_bytes
+        return self.device_bytes + self.half_bytes - (1 + ALLOCATOR_MARGIN) * self.hoarded_bytes
+
+    @property
+    def text(self) -> str:
+        """``61.2 ± 4.9 GiB``, or ``18.6 to 24.0 GiB`` where the card bounds the interval."""
+        low, device, half, high = (
+            size / 2**30 for size in (self.low_bytes, self.device_bytes, self.half_bytes, self.high_bytes)
+        )
+        return f"{low:.1f} to {high:.1f} GiB" if self.is_bounded else f"{device:.1f} ± {half:.1f} GiB"
+
+    @property
+    def is_bounded(self) -> bool:
+        """True if blocks that the allocator keeps could fill the card."""
+        return self.high_bytes < 0.999 * (self.device_bytes + self.half_bytes)
 
     def as_dict(self) -> dict[str, Any]:
         """The estimate as a dictionary for JSON."""
@@ -138,6 +156,7 @@ def _of_rank(
     phases = tuple(beside_vllm(phase, setup) for phase in phases)
     fullest = max(phases, key=lambda phase: phase.total_bytes)
     totals = {phase.name: phase.total_bytes for phase in phases}
+    gathers_again = setup.parallel.reshard_after_forward or setup.parallel.pipeline_parallel > 1
     tensors = TensorBytes(
         peak=fullest.total_bytes,
         states=fullest.state_bytes,
@@ -147,7 +166,7 @@ def _of_rank(
         # DeepSpeed makes its states before the first step.
         late_states=0.0 if setup.parallel.is_deepspeed else states.optimizer_bytes,
         gradients=states.gradient_bytes,
-        unit=moved.gathered_bytes,
+        gathered=moved.gathered_bytes if gathers_again else moved.first_gathered_bytes,
     )
     beside = beside_tensors(
         tensors,

@@ -90,7 +90,7 @@ class TensorBytes:
         update: While the optimizer steps.
         late_states: Optimizer states that the first step makes, when a forward and a backward pass have been done.
         gradients: Gradients on the card after a step's passes.
-        unit: The largest group of weights that is gathered at a time; 0 if weights are whole.
+        gathered: Weights that are gathered at a time while layers run.
     """
 
     peak: float
@@ -100,14 +100,15 @@ class TensorBytes:
     update: float
     late_states: float
     gradients: float
-    unit: float
+    gathered: float
 
 
 def held_bytes(tensors: TensorBytes, step: StepBytes, *, is_whole: bool) -> float:
     """What torch's allocator holds after some steps of rows of one length: tensors, and blocks that nothing fits.
 
     Blocks of the layers' tensors are too small for logits. States made after the first backward pass take the blocks
-    of its activations, which need as much again in the next step.
+    of its activations, which need as much again in the next step. Blocks of gathered weights wait for the GPU before
+    they are used again, so twice as much is held.
 
     Args:
         tensors: Bytes of one rank.
@@ -120,8 +121,8 @@ def held_bytes(tensors: TensorBytes, step: StepBytes, *, is_whole: bool) -> floa
     of_head, of_last, of_working = _HELD_WHOLE if is_whole else _HELD_IN_CHUNKS
     apart = max(0.0, of_head * head + of_last * last_layer + of_working * working)
     first = max(tensors.update, tensors.passes - tensors.late_states + apart)
-    activations = max(0.0, step.peak_bytes - step.gradient_bytes)
-    return first + min(activations, tensors.late_states) + tensors.unit
+    activations = max(step.forward_bytes, step.loss_bytes, step.backward_bottom_bytes - step.gradient_bytes)
+    return first + min(activations, tensors.late_states) + tensors.gathered
 
 
 def beside_tensors(
@@ -156,12 +157,15 @@ def beside_tensors(
     margin += ALLOCATOR_MARGIN * lost + CONTEXT_MARGIN * context
     hoarded = 0.0
     if overhead.fragmentation_bytes and not is_extending:
-        # Other phases fill hoarded blocks before they ask for more.
+        # Other phases fill these blocks before they ask for more.
         blocks = max(0.0, step.loss_bytes - step.forward_bytes)
-        held = max(tensors.with_loss + share * blocks, held_bytes(tensors, step, is_whole=is_whole))
-        hoarded = max(0.0, held - peak - lost)
+        hoarded = max(0.0, held_bytes(tensors, step, is_whole=is_whole) - peak - lost)
+        of_lengths = max(0.0, tensors.with_loss + share * blocks - peak - lost) if share else 0.0
         if limit_bytes is not None:
-            hoarded = min(hoarded, max(0.0, limit_bytes - needed - margin) / (1 + ALLOCATOR_MARGIN))
+            hoarded = min(hoarded, max(0.0, limit_bytes - needed))
+            of_lengths = min(of_lengths, max(0.0, limit_bytes - needed - margin) / (1 + ALLOCATOR_MARGIN))
+        hoarded = max(hoarded, of_lengths)
+    fits = limit_bytes is not None and needed + margin <= limit_bytes
     margin += ALLOCATOR_MARGIN * hoarded
     device = needed + hoarded
     return {
@@ -169,5 +173,6 @@ def beside_tensors(
         "hoarded_bytes": hoarded,
         "device_bytes": device,
         "low_bytes": device - margin,
-        "high_bytes": device + margin,
+        # What is hoarded ends where the card does.
+        "high_bytes": min(device + margin, limit_bytes) if fits and limit_bytes is not None else device + margin,
     }

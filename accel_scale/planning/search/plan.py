@@ -108,4 +108,4 @@ class Plan:
     def nearest_miss(self) -> Rejection | None:
         """The smallest of the settings that do not fit on the cards."""
         missed = [rejection for rejection in self.rejections if rejection.memory is not None]
-        return min(missed, key=lambda rejection: rejection.memory.high_bytes, default=None)  # type: ignore[union-attr]
+        return min(missed, key=lambda rejection: rejection.memory.least_bytes, default=None)  # type: ignore[union-attr]

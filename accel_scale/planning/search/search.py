@@ -103,7 +103,7 @@ def _nearest(refused: list[Rejection]) -> list[Rejection]:
 
 
 def _high_bytes(rejection: Rejection) -> float:
-    return math.inf if rejection.memory is None else rejection.memory.high_bytes
+    return math.inf if rejection.memory is None else rejection.memory.least_bytes
 
 
 def _has_long_rows(request: Request) -> bool:
@@ -170,7 +170,7 @@ def _fastest(request: Request, choice: ParallelChoice, method: str) -> tuple[Can
                 errors.append(error)
                 break
             if (problem := problem_of(request.machine, setup, memory)) is not None:
-                if rejection.memory is None or memory.high_bytes < rejection.memory.high_bytes:
+                if rejection.memory is None or memory.least_bytes < rejection.memory.least_bytes:
                     rejection = Rejection(choice.label, method, problem, setup, memory)
                 break
             fitting.append(Candidate(choice, setup, memory, time_of(request, setup)))
@@ -184,10 +184,10 @@ def problem_of(machine: Machine, setup: TrainingSetup, memory: MemoryEstimate) -
     """Why a setting does not fit; None if it does."""
     # The estimate includes the context and NCCL, so the limit is all the memory that CUDA reports.
     limit = machine.gpu.memory_bytes
-    if memory.high_bytes > limit:
+    if memory.least_bytes > limit:
         name, size = max(memory.peak_phase.terms, key=lambda term: term[1])
         return (
-            f"{format_bytes(memory.high_bytes)} > {format_bytes(limit)}: {name} {format_bytes(size)} "
+            f"{format_bytes(memory.least_bytes)} > {format_bytes(limit)}: {name} {format_bytes(size)} "
             f"({setup.checkpointing} checkpointing, micro-batch {setup.micro_batch_size}, {setup.optimizer})"
         )
     ranks = min(machine.num_gpus, machine.gpus_per_node)

@@ -28,7 +28,6 @@ from accel_scale.units import format_bytes
 __all__ = ["RecipeChoices", "WrittenPlan", "plan_files", "write_files"]
 
 LAUNCH, RECIPE = "launch.yaml", "recipe.yaml"
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -110,9 +109,5 @@ def _command(setup: TrainingSetup, launch: Path, recipe: Path, script: str) -> s
 
 
 def _fit(request: Request, memory: MemoryEstimate) -> str:
-    half = (memory.high_bytes - memory.device_bytes) / _GIB
     gpu = request.machine.gpu
-    return (
-        f"Predicted peak memory: {memory.device_bytes / _GIB:.1f} ± {half:.1f} GiB of the "
-        f"{format_bytes(gpu.memory_bytes)} of a {gpu.name}."
-    )
+    return f"Predicted peak memory: {memory.text} of the {format_bytes(gpu.memory_bytes)} of a {gpu.name}."

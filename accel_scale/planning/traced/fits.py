@@ -118,7 +118,7 @@ def _key(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: boo
     """A key of everything that a trace depends on."""
     parts: list[object] = [setup.checkpointing if setup.checkpointing != "offload" else "full", is_tracked]
     parts += [setup.trained_bytes, setup.frozen_bytes if setup.trains_adapters else 0]
-    parts += [setup.compute_bytes if setup.autocast else 0, is_cuda and setup.autocast]
+    parts += [setup.compute_bytes if setup.autocast else 0, is_cuda]
     parts += [setup.attention == "eager", setup.is_padded, model.num_scores > 0]
     parts += [sum(setup.sequence_length > window for window in windows_of(model.traced_config))]
     if setup.trains_adapters:
