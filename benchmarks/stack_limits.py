@@ -62,7 +62,7 @@ def limits() -> list[Limit]:
                 assert planned.best is not None
                 setup = planned.best.setup
                 setup = replace(setup, loss=row.get("loss", setup.loss))
-                size = predict_memory(planned.request.model, setup).device_bytes / GIB
+                size = predict_memory(planned.request.model, setup).needed_bytes / GIB
                 stack = row["stack"] + (", whole logits" if "loss" in row else "")
                 found.append(Limit(row["published_as"], stack, row["model"], card, tokens, size, document["source"]))
     return found

@@ -40,7 +40,7 @@ def one_gpu() -> dict[str, Values]:
     for name, setup in ladder(LADDER).items():
         memory, time = predict_memory(facts, setup), predict_time(facts, setup, machine(1))
         figures[name] = {
-            "bytes": memory.device_bytes,
+            "bytes": memory.needed_bytes,
             "activation_bytes": memory.step.saved_bytes,
             "optimizer_bytes": memory.states.optimizer_bytes,
             "weight_bytes": memory.states.weight_bytes,
@@ -60,7 +60,7 @@ def eight_gpus(model: str, prefix: str) -> dict[str, Values]:
     for name, _, make in PARALLEL_RUNGS:
         memory, time = _spread(facts, make(8), 8)
         rows[name] = {
-            "bytes": memory.device_bytes,
+            "bytes": memory.needed_bytes,
             "host_bytes": memory.host_bytes,
             "tokens_per_second": time.tokens_per_second,
             "exposed_share": time.exposed_communication_seconds / time.step_seconds,
@@ -132,7 +132,7 @@ def _choice(model: str, **words: str | list[str]) -> Values:
     label = f"{best.choice.label}, {setup.precision}, micro-batch {setup.micro_batch_size} × {setup.accumulation}"
     return {
         "label": f"{label}, checkpointing {setup.checkpointing}",
-        "bytes": best.memory.device_bytes,
+        "bytes": best.memory.needed_bytes,
         "host_bytes": best.memory.host_bytes,
     }
 

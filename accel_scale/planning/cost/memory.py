@@ -78,9 +78,14 @@ class MemoryEstimate:
         return self.device_bytes - self.low_bytes
 
     @property
+    def needed_bytes(self) -> float:
+        """Memory on the card without hoarded blocks."""
+        return self.device_bytes - self.hoarded_bytes
+
+    @property
     def least_bytes(self) -> float:
         """The upper end without hoarded blocks: the memory of the smallest card on which it fits."""
-        return self.device_bytes + self.half_bytes - (1 + ALLOCATOR_MARGIN) * self.hoarded_bytes
+        return self.needed_bytes + self.half_bytes - ALLOCATOR_MARGIN * self.hoarded_bytes
 
     @property
     def text(self) -> str:

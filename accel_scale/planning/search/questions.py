@@ -201,7 +201,7 @@ def difference(change: str, plan: Plan, base: Plan) -> PlanDifference:
     untimed = why_no_time(plan.request, best.setup) or "" if best.time is None else ""
     if first is None:
         return PlanDifference(change, best, reason=untimed)
-    memory = best.memory.device_bytes - first.memory.device_bytes
+    memory = best.memory.needed_bytes - first.memory.needed_bytes
     if best.time is None or first.time is None:
         return PlanDifference(change, best, memory, reason=untimed)
     return PlanDifference(
