@@ -14,12 +14,14 @@ from __future__ import annotations
 import itertools
 import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from planner_accuracy import ordered_alike
 
 from accel_scale.planning.cost.memory import MemoryEstimate, predict_memory
 from accel_scale.planning.models.catalogue import load_model_facts
@@ -91,26 +93,23 @@ def load() -> list[Later]:
     return rows
 
 
-def direction(rows: Sequence[Later], metric: str) -> float | None:
-    """Share of pairs of one source, measured more than 5 % apart, that the planner orders in the same way."""
-    pairs = [
-        (a.planned(metric) - b.planned(metric)) * (a.measured[metric] - b.measured[metric]) > 0
-        for a, b in itertools.combinations(rows, 2)
-        if a.source == b.source and abs(a.measured[metric] / b.measured[metric] - 1) > 0.05
-    ]
-    return statistics.mean(pairs) if pairs else None
+def direction(rows: Sequence[Later], metric: str) -> float:
+    """Share of pairs of one source that the planner orders as they were measured."""
+    by_source: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        by_source[row.source].append((row.planned(metric), row.measured[metric]))
+    return statistics.mean(alike for points in by_source.values() for alike in ordered_alike(points))
 
 
 def summary(rows: Sequence[Later], metric: str) -> dict[str, float]:
     """Figures of the rows that state a metric."""
     some = [row for row in rows if metric in row.measured]
-    ordered = direction(some, metric)
     return {
         "rows": len(some),
         "median_error": statistics.median(abs(row.error(metric)) for row in some),
         "bias": statistics.median(row.error(metric) for row in some),
         "inside": statistics.mean(row.is_inside(metric) for row in some),
-        "direction": 1.0 if ordered is None else ordered,
+        "direction": direction(some, metric),
         "before": statistics.median(abs(row.error(metric, held=False)) for row in some),
     }
 

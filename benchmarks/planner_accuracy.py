@@ -150,14 +150,16 @@ def deepspeed_gib(row: PublishedRow) -> float:
     return needs[1] / GIB
 
 
+def ordered_alike(points: Sequence[tuple[float, float]]) -> list[bool]:
+    """For pairs of points, predicted and measured, if the larger of the two is predicted larger; 5 % apart at least."""
+    pairs = itertools.combinations(points, 2)
+    return [(a[0] - b[0]) * (a[1] - b[1]) > 0 for a, b in pairs if abs(a[1] / b[1] - 1) > 0.05]
+
+
 def direction(rows: Sequence[Scored]) -> float | None:
     """Share of pairs measured more than 5 % apart that the planner orders in the same way."""
-    pairs = [
-        (a.predicted - b.predicted) * (a.row.measured_gib - b.row.measured_gib) > 0
-        for a, b in itertools.combinations(rows, 2)
-        if abs(a.row.measured_gib / b.row.measured_gib - 1) > 0.05
-    ]
-    return sum(pairs) / len(pairs) if pairs else None
+    alike = ordered_alike([(row.predicted, row.row.measured_gib) for row in rows])
+    return sum(alike) / len(alike) if alike else None
 
 
 def summary(rows: Sequence[Scored]) -> dict[str, Any]:

@@ -115,7 +115,7 @@ class StepMemory:
         if setup.generation is not None and positions:
             seen = replace(setup, **sizes_of_answers(setup, *answers))
         real = predict_memory(plan.facts, seen, is_cuda=is_cuda, is_tracked=not is_cuda, limit_bytes=limit)
-        share = full.half_bytes / full.device_bytes
+        share = full.least_bytes / full.needed_bytes - 1
         return {
             "planned_bytes": round(full.peak_bytes),
             "interval_bytes": round(share * full.peak_bytes),
