@@ -151,7 +151,7 @@ def deepspeed_gib(row: PublishedRow) -> float:
 
 
 def ordered_alike(points: Sequence[tuple[float, float]]) -> list[bool]:
-    """For pairs of points, predicted and measured, if the larger of the two is predicted larger; 5 % apart at least."""
+    """For pairs of points, predicted and measured: if the larger is predicted larger. They differ by 5 % at least."""
     pairs = itertools.combinations(points, 2)
     return [(a[0] - b[0]) * (a[1] - b[1]) > 0 for a, b in pairs if abs(a[1] / b[1] - 1) > 0.05]
 
