@@ -7,6 +7,9 @@ allocator keeps more than was planned was noticed on the first source; the rule 
 accel_scale/planning/cost/overheads.py) comes from simulations (benchmarks/allocator_steps.py), and *before* is the
 error without it. *Inside* and *direction* are those of benchmarks/planner_accuracy.py. An out-of-memory error is *said
 to fit* if the upper end of the interval is at most the card's memory.
+
+Step times are planned for rows that state them. Those of the T4 set two constants (`throttled_fraction` in
+accel_scale/planning/cost/efficiency.py); those of fsdp_qlora guided the choice of three others.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from typing import Any
 import yaml
 from planner_accuracy import ordered_alike
 
+from accel_scale.facts.hardware import Machine, find_gpu
 from accel_scale.planning.cost.memory import MemoryEstimate, predict_memory
+from accel_scale.planning.cost.timing import TimeEstimate, predict_time
 from accel_scale.planning.models.catalogue import load_model_facts
 from accel_scale.planning.models.traced import facts_of_any
 from accel_scale.planning.models.training_setup import LoraSetup, ParallelSetup, TrainingSetup
@@ -48,6 +53,8 @@ class Later:
     card_gib: float
     plan: MemoryEstimate
     measured: dict[str, float]
+    seconds: float | None
+    time: TimeEstimate | None
 
     def planned(self, metric: str, *, held: bool = True) -> float:
         """GiB of one metric, with or without blocks that the allocator keeps."""
@@ -89,7 +96,11 @@ def load() -> list[Later]:
             card = float(row.get("card_gib", source["card_gib"]))
             plan = predict_memory(model, setup, limit_bytes=card * GIB)
             measured = {metric: float(row[metric]) for metric in METRICS if metric in row}
-            rows.append(Later(source["source"], name, setup, card, plan, measured))
+            seconds, time = row.get("seconds"), None
+            if seconds:
+                gpu = find_gpu(row.get("gpu", source.get("gpu")))
+                time = predict_time(model, setup, Machine(gpu, num_gpus=setup.parallel.num_gpus))
+            rows.append(Later(source["source"], name, setup, card, plan, measured, seconds, time))
     return rows
 
 
@@ -111,6 +122,18 @@ def summary(rows: Sequence[Later], metric: str) -> dict[str, float]:
         "inside": statistics.mean(row.is_inside(metric) for row in some),
         "direction": direction(some, metric),
         "before": statistics.median(abs(row.error(metric, held=False)) for row in some),
+    }
+
+
+def times(rows: Sequence[Later]) -> dict[str, float]:
+    """Figures of the rows that state seconds per step."""
+    some = [(row.seconds, row.time) for row in rows if row.seconds and row.time]
+    errors = [time.step_seconds / seconds - 1 for seconds, time in some]
+    return {
+        "rows": len(some),
+        "median_error": statistics.median(map(abs, errors)),
+        "bias": statistics.median(errors),
+        "inside": statistics.mean(time.low_seconds <= seconds <= time.high_seconds for seconds, time in some),
     }
 
 
@@ -158,6 +181,14 @@ def markdown(rows: Sequence[Later]) -> str:
             what += f", {setup.parallel.strategy} on {setup.parallel.num_gpus}"
             figures = f"{row.measured[metric]:.1f} | {row.planned(metric):.1f} | {row.error(metric):+.0%}"
             lines.append(f"| {row.model} | {what} | {metric} | {figures} | {why(row)} |")
+    lines += ["", "## Step times", "", "| source | rows | median error | bias | inside |", "|---|---:|---:|---:|---:|"]
+    for source in [*sources, "**all**"]:
+        some = [row for row in rows if row.seconds and source in (row.source, "**all**")]
+        if some:
+            f = times(some)
+            lines.append(
+                f"| {source} | {f['rows']} | {f['median_error']:.1%} | {f['bias']:+.1%} | {f['inside']:.0%} |"
+            )
     return "\n".join(lines) + "\n"
 
 

@@ -48,6 +48,17 @@ def test_what_ran_is_seldom_said_not_to_fit(rows: list) -> None:
     assert sum(row.is_said_to_fit for row in ran) > 0.75 * len(ran)
 
 
+def test_steps_take_as_long_as_planned(rows: list) -> None:
+    import later_rows
+
+    figures = later_rows.times(rows)
+    assert figures["rows"] >= 90
+    assert figures["median_error"] <= 0.15
+    assert figures["inside"] >= 0.8
+    of_t4 = later_rows.times([row for row in rows if "fitcheck" in row.source])
+    assert of_t4["median_error"] <= 0.15
+
+
 def test_the_committed_page_is_what_the_script_writes(rows: list) -> None:
     import later_rows
 

@@ -196,6 +196,7 @@ def test_gpu_and_host_wait_for_each_other_where_they_are_close() -> None:
         # Power to spare and half as many products per fp32 unit: near the peak for both.
         ("RTX 4090", 0.96, 0.86), ("RTX 5090", 0.97, 0.86), ("H20", 0.96, 0.80),
         # Little power for their peak.
+        ("T4", 0.25, 0.22), ("RTX 2080 Ti", 0.75, 0.63),
         ("L4", 0.58, 0.51), ("L40S", 0.68, 0.58), ("V100 32GB", 0.75, 0.55), ("GH200", 0.62, 0.26),
     ],
 )  # fmt: skip

@@ -34,6 +34,9 @@ class Efficiency:
             product reaches 0.87; in a long run clocks fall to the power limit. Power grows as the cube of the clock,
             so other cards' shares follow from the cube root of their board power per TFLOP/s. An H100 gets 0.62.
         unbound_fraction: The largest share: for cards with power to spare at their peak (GeForce, H20, A10G).
+        throttled_fraction, throttled_bandwidth_fraction: A T4's shares of peak and bandwidth. 70 W hold its clocks far
+            below the boost clock of its peak: fitted to 20 speeds of fitcheck-llm. The bandwidth is Jia et al.'s
+            ("Dissecting the NVidia Turing T4 GPU via Microbenchmarking", 2019).
         hopper_fraction, blackwell_fraction, cdna_fraction: For architectures whose power is unknown or does not tell.
         fp8_fraction: Share at the fp8 peak relative to bf16's: scaling and casts take part of the gain.
         attention_fraction, blackwell_attention_fraction: Share of the 16-bit peak in flash (2) or sdpa attention, if
@@ -61,6 +64,7 @@ class Efficiency:
     ampere_fraction: float = 0.75
     unbound_fraction: float = 0.97
     hopper_fraction: float = 0.62
+    throttled_fraction: float = 0.25
     blackwell_fraction: float = 0.50
     cdna_fraction: float = 0.28
     fp8_fraction: float = 0.70
@@ -82,6 +86,7 @@ class Efficiency:
     compiled_launch_fraction: float = 0.3
     zero3_layer_seconds: float = 10e-3
     bandwidth_fraction: float = 0.8
+    throttled_bandwidth_fraction: float = 0.69
     overlap_fraction: float = 0.9
     low_factor: float = 0.8
     high_factor: float = 1.3
@@ -92,8 +97,14 @@ class Efficiency:
         if major in (8, 9, 12) and gpu.watts and peak:
             power = gpu.watts / (peak / 1e12) / _A100_WATTS_PER_TERAFLOP
             return min(self.unbound_fraction, self.ampere_fraction * power ** (1 / 3))
+        if _is_throttled(gpu):
+            return self.throttled_fraction
         by_major = {0: self.cdna_fraction, 9: self.hopper_fraction, 10: self.blackwell_fraction}
         return by_major.get(major, self.ampere_fraction)
+
+    def bandwidth_share(self, gpu: Gpu) -> float:
+        """Share of the memory bandwidth reached by kernels that only move data."""
+        return self.throttled_bandwidth_fraction if _is_throttled(gpu) else self.bandwidth_fraction
 
     def attention_share(self, gpu: Gpu) -> float:
         """Share of the dense 16-bit peak reached in attention, whose products and softmax take turns."""
@@ -116,6 +127,13 @@ def _major(compute_capability: str | None) -> int:
     """CUDA's architecture number; 8 if unknown, 0 on ROCm."""
     text = compute_capability or "8.0"
     return 0 if text.startswith("gfx") else int(text.split(".")[0])
+
+
+def _is_throttled(gpu: Gpu) -> bool:
+    """True for a Turing card with less power per TFLOP/s than an A100: the T4."""
+    half = (gpu.peak_flops or {}).get("fp16")
+    is_turing = gpu.compute_capability == "7.5"
+    return bool(is_turing and gpu.watts and half and gpu.watts / (half / 1e12) < _A100_WATTS_PER_TERAFLOP)
 
 
 @dataclass(frozen=True)
@@ -157,7 +175,7 @@ def micro_batch_time(
     tokens = setup.micro_batch_size * setup.sequence_length / parallel.sequence_parallel
     flops = hardware_flops_per_token(facts, setup, document_length=document_length)
     matmul = tokens * _matmul_seconds(flops, setup, gpu, efficiency) / ranks
-    bandwidth = gpu.bandwidth() * efficiency.bandwidth_fraction
+    bandwidth = gpu.bandwidth() * efficiency.bandwidth_share(gpu)
     traffic = tokens * step_traffic_per_token(facts, setup, efficiency.traffic_factor) + weight_traffic(facts, setup)
     # A scoring forward pass counts as one more of the step's passes.
     more = 1 + setup.scoring_passes / (3 + recomputed_fraction(setup.checkpointing))
@@ -184,7 +202,7 @@ def generation_seconds(
     product = _matmul_seconds(flops, setup, gpu, efficiency) / passes
     width = NF4_DEQUANTISE_BYTES if setup.quantises_base else setup.compute_bytes
     read = facts.num_params * width + cache_bytes / 2
-    moving = read / (gpu.bandwidth() * efficiency.bandwidth_fraction)
+    moving = read / (gpu.bandwidth() * efficiency.bandwidth_share(gpu))
     launching = _launch_seconds(facts, setup, efficiency, 1)
     token = MicroBatchTime(generation.rows * product, moving, launching).seconds
     prompt = MicroBatchTime(generation.rows * generation.prompt_length * product, moving, launching).seconds

@@ -11,7 +11,7 @@ from accel_scale.planning.tape.activations import StepBytes
 _GIB = 2**30
 
 # Half the width of the interval around a prediction, as shares of its parts: weights, gradients and states, everything
-# else in tensors, what the allocator holds back, context and NCCL. 71 of 78 published measurements of Hugging Face
+# else in tensors, what the allocator holds back, context and NCCL. 75 of 79 published measurements of Hugging Face
 # stacks lie inside (docs/planner_accuracy.md); where states are most of the memory, it is half as wide as elsewhere.
 STATES_MARGIN, ACTIVATIONS_MARGIN, ALLOCATOR_MARGIN, CONTEXT_MARGIN = 0.04, 0.25, 0.5, 0.3
 

@@ -83,8 +83,7 @@ def step_phases(
     if setup.parallel.pipeline_schedule == "gpipe":
         # The first gradients appear when the first micro-batch has been freed.
         from_earlier = max(0.0, from_earlier - step.saved_bytes / setup.accumulation)
-    # In a pipeline they appear between passes of other micro-batches: torchtitan's runs with one reserved 6 to 24 %
-    # more than is planned, so they count as uncertain there.
+    # In a pipeline they appear between passes of other micro-batches, so they count as uncertain there.
     waits_whole = setup.parallel.pipeline_parallel > 1 and moved.waiting_gradient_bytes > kept
     earlier = ("unreduced gradients" if waits_whole else "gradients", from_earlier)
     gathered, buckets = ("gathered weights", moved.gathered_bytes), ("communication buckets", moved.bucket_bytes)

@@ -208,7 +208,7 @@ def optimizer_seconds(
     shards = parallel.num_shards if parallel.shards_states else 1
     shards *= parallel.tensor_parallel * parallel.pipeline_parallel
     num_bytes = trained_params(facts, setup) / shards * optimizer_traffic_bytes(setup)
-    return num_bytes / (machine.gpu.bandwidth() * efficiency.bandwidth_fraction)
+    return num_bytes / (machine.gpu.bandwidth() * efficiency.bandwidth_share(machine.gpu))
 
 
 def optimizer_traffic_bytes(setup: TrainingSetup) -> float:
