@@ -38,6 +38,13 @@ def fp32_products(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def rounds_products() -> bool:
+    """True if this processor rounds fp32 products to bf16 where torch lets it: Intel's with AMX."""
+    with fp32_products("medium"):
+        ones = torch.full((128, 128), 1 + 2**-12)
+        return not torch.equal(ones @ torch.eye(128), ones)
+
+
 def small_model() -> LlamaModel:
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -80,7 +87,7 @@ def test_queries_in_blocks_give_the_kernels_numbers(length: int, dtype: torch.dt
         found.append([output, *(leaf.grad for leaf in leaves)])
     for ours, kernels in zip(*found, strict=True):
         error = (ours.float() - kernels).norm() / kernels.norm()
-        assert error < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+        assert error < (1e-2 if dtype == torch.bfloat16 or rounds_products() else 1e-5)
 
 
 def graphs_of_documents(compiled: Callable[..., torch.Tensor], dtype: torch.dtype) -> list[int]:
@@ -154,4 +161,5 @@ def test_fp32_rows_keep_no_weights_for_the_backward_pass(heads: tuple[int, int])
         assert max(kept) < length * length
         found.append([output, *(leaf.grad for leaf in leaves)])
     for ours, kernels in zip(*found, strict=True):
-        assert torch.allclose(ours, kernels, rtol=1e-4, atol=1e-6)
+        error = (ours - kernels).norm() / kernels.norm()
+        assert error < (1e-2 if rounds_products() else 1e-5)

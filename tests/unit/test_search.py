@@ -89,7 +89,8 @@ def test_what_is_found_fits_keeps_the_batch_and_can_run():
         assert candidate.setup.global_batch_size == 96
         assert candidate.setup.sequence_length == 4096
         assert candidate.memory.high_bytes <= asked.machine.gpu.memory_bytes
-        assert candidate.memory == predict_memory(asked.model, candidate.setup)
+        limit = asked.machine.gpu.memory_bytes
+        assert candidate.memory == predict_memory(asked.model, candidate.setup, limit_bytes=limit)
         assert conflict(candidate.setup) is None
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from accel_scale.errors import ConfigError
 from accel_scale.facts.hardware import Machine, find_gpu
-from accel_scale.planning.cost.memory import predict_memory
+from accel_scale.planning.cost.memory import MemoryEstimate, predict_memory
 from accel_scale.planning.cost.strategies import ParallelChoice
 from accel_scale.planning.models.catalogue import load_model_facts
 from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
@@ -38,11 +38,16 @@ def asked(**changes: Any) -> Request:
 # ── What fits ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def needing(num_bytes: float) -> MemoryEstimate:
+    """`MEMORY` with this upper end, and nothing that the allocator hoards."""
+    return replace(MEMORY, device_bytes=num_bytes, low_bytes=num_bytes, high_bytes=num_bytes, hoarded_bytes=0.0)
+
+
 def test_the_upper_end_of_the_interval_must_fit_to_the_byte() -> None:
     card = replace(FOUR.gpu, memory_bytes=24 * GIB)
     machine = replace(FOUR, gpu=card)
-    assert steps.problem_of(machine, PLAIN, replace(MEMORY, high_bytes=24 * GIB)) is None
-    said = steps.problem_of(machine, PLAIN, replace(MEMORY, high_bytes=24.5 * GIB))
+    assert steps.problem_of(machine, PLAIN, needing(24 * GIB)) is None
+    said = steps.problem_of(machine, PLAIN, needing(24.5 * GIB))
     assert said is not None
     assert said.startswith("24.5 GiB > 24 GiB: ")
     assert said.endswith("(full checkpointing, micro-batch 4, adamw_torch_fused)")
@@ -91,7 +96,7 @@ def test_the_simplest_of_those_that_are_about_as_fast_comes_first() -> None:
 
 def test_of_what_does_not_fit_the_nearest_of_each_method_is_said() -> None:
     def rejection(method: str, high: float | None) -> Rejection:
-        memory = None if high is None else replace(MEMORY, high_bytes=high)
+        memory = None if high is None else needing(high)
         return Rejection(f"{high}", method, "too large", None, memory)
 
     given = [rejection("full", None), rejection("full", 9.0), rejection("lora", 5.0), rejection("full", 7.0),
