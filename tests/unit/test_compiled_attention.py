@@ -161,5 +161,7 @@ def test_fp32_rows_keep_no_weights_for_the_backward_pass(heads: tuple[int, int])
         assert max(kept) < length * length
         found.append([output, *(leaf.grad for leaf in leaves)])
     for ours, kernels in zip(*found, strict=True):
-        error = (ours - kernels).norm() / kernels.norm()
-        assert error < (1e-2 if rounds_products() else 1e-5)
+        if rounds_products():
+            assert (ours - kernels).norm() < 1e-2 * kernels.norm()
+        else:
+            assert torch.allclose(ours, kernels, rtol=1e-4, atol=1e-6)

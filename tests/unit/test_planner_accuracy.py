@@ -39,7 +39,10 @@ def test_hugging_face_stacks_are_predicted_well(boards):
     now, _ = boards
     assert now["all_hf"]["rows"] >= 79
     for source, figures in now["hf"].items():
-        assert figures["median_error"] <= 0.10 or figures["rows"] == 1, source
+        # One row is of a card with 1.3 GiB of context, and was not planned before.
+        is_alone = figures["rows"] == 1
+        assert figures["median_error"] <= (0.15 if is_alone else 0.10), source
+        assert figures["inside"] >= (1.0 if is_alone else 0.9), source
     assert now["all_hf"]["dangerous"] <= 0.03
     assert now["all_hf"]["inside"] >= 0.9
     # Better than the estimators of those stacks do on the same rows.
