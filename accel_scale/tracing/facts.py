@@ -38,7 +38,7 @@ def read_facts(values: Mapping[str, object], *, name: str, place: str) -> ModelF
         skeleton = build(values, dtype=_WEIGHTS, attention=None, place=place)
     model, config = skeleton.model, skeleton.model.config.get_text_config(decoder=True)
     stack = list(skeleton.layers or [])
-    has_stacks = any(value.dim() == 3 for value in model.parameters())
+    has_stacks = expert_count(config) > 0 and any(value.dim() == 3 for value in model.parameters())
     ranks, unadapted = adapted_by_peft(values, place) if has_stacks else ({}, [])
     bare = [*bare_linears(model), *(model.get_submodule(path) for path in unadapted)]
     adapted = Adapted({id(module) for module in bare}, ranks, _paths(stack, model))
@@ -206,7 +206,7 @@ def bare_linears(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def adapted_by_peft(values: Mapping[str, object], place: str) -> tuple[dict[str, int], list[str]]:
-    """What PEFT makes of a model with stacked weights, as of experts, if every linear is a target.
+    """What PEFT makes of a model with stacked experts if every linear is a target.
 
     Returns:
         The number of ranks of each parameter that it adapts although it is not a linear, such as stacked experts; and

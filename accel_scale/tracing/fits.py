@@ -28,6 +28,8 @@ _FEW = 32
 # Sizes that tell what the number of operations grows with: two that are run for loops over tokens anyway, and one of
 # some chunks.
 _PROBES, _CHUNKS = ((2, 2 * _TOKENS[0]), (3, 5 * _TOKENS[0])), (1, 2 * _CHUNK)
+# Segments of a forward pass.
+_FORWARD = ("embed", "forward", "finish")
 
 
 def fit_segments(
@@ -59,16 +61,19 @@ def fit_segments(
 
 
 def _by_points(step: FakeStep, unit: int) -> tuple[Document, Document | None] | None:
-    """Segments of several rows and of one, from a few sizes each and one more that verifies them; None if it fails."""
+    """Segments of several rows and of one, from a few sizes each and a longer one that verifies them, or None."""
     many, within = _of_rows(step, (2, 3, 5, 4), unit)
-    last, shortest = (3, 6 * unit), (1, 2 * unit)
-    if many is None or not _is_right(many, _marks(step.run(*last)), last, within):
+    if many is None:
         return None
-    if _is_right(many, _marks(step.run(*shortest)), shortest, within):
+    single, several = (1, 6 * unit), (3, 6 * unit)
+    alone = _marks(step.run(*single))
+    if _is_right(many, alone, single, within):
         return many, None
+    if not _is_right(many, _marks(step.run(*several)), several, within):
+        return None
     for size in (unit, 2 * unit):  # in longer rows, another operation may need the most
-        one, _ = _of_rows(step, (1, 1, 1, 1), size)
-        if one is not None:
+        one, within = _of_rows(step, (1, 1, 1, 1), size)
+        if one is not None and _is_right(one, alone, single, within):
             return many, one
     return None
 
@@ -135,7 +140,9 @@ def _loops(step: FakeStep, facts: ModelFacts) -> str:
 
 
 def _num_allocations(run: Run) -> int:
-    return sum(event > 0 for events in run.values() for event in events)
+    """Number of allocations in the forward pass."""
+    forward = (events for name, events in run.items() if name.startswith(_FORWARD))
+    return sum(event > 0 for events in forward for event in events)
 
 
 def _marks(run: Run) -> dict[str, Mark]:

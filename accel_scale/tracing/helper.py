@@ -24,7 +24,7 @@ Call = Callable[[], object]
 
 
 class SecondProcess:
-    """A forked process that gets a module ready, then makes calls from the end of a list.
+    """A forked process that gets a module ready, then makes calls from the end of a list, where the longest are.
 
     It is forked before torch is imported, because torch's threads would not survive it.
     """
@@ -36,21 +36,29 @@ class SecondProcess:
         self._results: dict[int, object] = {}
         self._has_ended = False
         self._changed = threading.Condition()
-        self._num_calls = 0
+        self._calls: Sequence[Call] = ()
         self._process = context.Process(target=self._work, args=(module, there), daemon=True)
         self._process.start()
         there.close()
 
     def share(self, calls: Sequence[Call]) -> None:
         """Share calls, of which the last is made first; only the first list is shared."""
-        if not self._num_calls:
-            self._num_calls = min(len(calls), _MOST)
-            threading.Thread(target=self._exchange, args=(calls[:_MOST],), daemon=True).start()
+        if not self._calls:
+            self._calls = calls[:_MOST]
+            threading.Thread(target=self._exchange, daemon=True).start()
 
     def result_of(self, index: int) -> object:
-        """The result of a shared call; None if it is to be made here."""
-        if index >= self._num_calls or self._take(index):
+        """The result of a shared call; None if it is to be made here. While the helper makes it, others are made."""
+        if index >= len(self._calls) or self._take(index):
             return None
+        for other in reversed(range(len(self._calls))):
+            with self._changed:
+                if index in self._results or self._has_ended:
+                    break
+            if self._take(other):
+                result = _made(self._calls[other])
+                with self._changed:
+                    self._results[other] = result
         with self._changed:
             self._changed.wait_for(lambda: index in self._results or self._has_ended)
             return self._results.get(index)
@@ -67,10 +75,10 @@ class SecondProcess:
             self._is_taken[index] = 1
         return not was_taken
 
-    def _exchange(self, calls: Sequence[Call]) -> None:
+    def _exchange(self) -> None:
         """In a thread, so that the helper never waits for what is traced here."""
         with contextlib.suppress(EOFError, OSError):
-            self._here.send(calls)
+            self._here.send(self._calls)
             while True:
                 index, result = self._here.recv()
                 with self._changed:
@@ -88,11 +96,15 @@ class SecondProcess:
             calls = there.recv()
             for index in range(len(calls) - 1, -1, -1):
                 if self._take(index):
-                    try:
-                        result = calls[index]()
-                    except Exception:  # made again where it is needed, and reported there
-                        result = None
-                    there.send((index, result))
+                    there.send((index, _made(calls[index])))
+
+
+def _made(call: Call) -> object:
+    """The result of a call; None if it fails: it is made again where it is needed, and its error is reported there."""
+    try:
+        return call()
+    except Exception:
+        return None
 
 
 class _State:

@@ -227,11 +227,13 @@ def watched(recorder: Recorder, layers: Sequence[nn.Module]) -> Iterator[None]:
         handles.append(
             layer.register_forward_hook(lambda module, args, output, index=index: end(index, output), always_call=True)
         )
+    collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
         for handle in handles:
             handle.remove()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -123,18 +122,19 @@ class FakeStep:
         return self._runs[rows, length]
 
     def allocates_more(self, rows: int, length: int, than: int) -> bool:
-        """True if a pass over `rows` × `length` positions makes more than this many allocations; it ends there."""
+        """True if a forward pass over `rows` × `length` positions makes more than this many allocations.
+
+        It ends there.
+        """
         try:
-            self._runs[rows, length] = self._run(rows, length, than)
+            self._record(rows, length, forward_allocations=than)
         except TooManyAllocationsError:
             return True
         return False
 
-    def _run(self, rows: int, length: int, at_most: int = sys.maxsize) -> dict[str, list[int]]:
-        try:
-            segments = self._record(rows, length, at_most)
-        finally:  # even gradients of a run that was ended
-            self.skeleton.model.zero_grad()
+    def _run(self, rows: int, length: int) -> dict[str, list[int]]:
+        segments = self._record(rows, length)
+        self.skeleton.model.zero_grad()
         copies = Counter(self.stands_for)
 
         def counted(segment: str, size: int, origin: str) -> int:
@@ -143,11 +143,13 @@ class FakeStep:
 
         return {name: [counted(name, *event) for event in events] for name, events in segments.items()}
 
-    def _record(self, rows: int, length: int, at_most: int = sys.maxsize) -> Segments:
+    def _record(self, rows: int, length: int, *, forward_allocations: int | None = None) -> Segments:
+        """Events by segment; with a limit of allocations, those of the forward pass alone."""
         setup, model = self.setup, self.skeleton.model
         layers: Sequence[nn.Module] = list(self.skeleton.layers or [])
         recorder = self._recorder()
-        recorder.allocations_left = at_most
+        if forward_allocations is not None:
+            recorder.allocations_left = forward_allocations
         with ExitStack() as stack:
             stack.enter_context(plain_masks())
             stack.enter_context(self.mode)
@@ -161,6 +163,8 @@ class FakeStep:
             with self._kernels():
                 given = (model if self.takes_logits else body_of(model))(**inputs, use_cache=False)[0]
                 recorder.mark("head")
+                if forward_allocations is not None:
+                    return recorder.segments
                 self.given_bytes = given.dtype.itemsize
                 if not self.takes_logits:
                     self.hidden_bytes = self.given_bytes

@@ -22,15 +22,16 @@ def fitted(values: Sequence[float], points: Sequence[Point]) -> Polynomial | Non
     """The polynomial of a tensor that has these bytes at three `points`; None if there is none.
 
     Almost every tensor is a number times a power of the length, once or for every row: two sizes determine it, the
-    third verifies it. Others are sums of two such terms; the third size singles out one such sum. What is left may be
-    quadratic in the length, once or for every row (pairs of a state-space layer's chunks): the three sizes determine
-    that, so that a fourth has to verify it.
+    third verifies it. Others are sums of two such terms, and the third size singles out one such sum. By chance, it may
+    leave two; terms of the same sign are then more likely. What is left may be quadratic in the length, once or for
+    every row (pairs of a state-space layer's chunks): the three sizes determine that, so that a fourth has to verify it.
     """
     (a, b, c), powers = values, [powers_of(*point) for point in points]
     for k in range(6):
         scale = a / powers[0][k]
         if scale * powers[1][k] == b and scale * powers[2][k] == c:
             return [scale if j == k else 0.0 for j in range(6)]
+    unlikely: Polynomial | None = None
     for j, k in itertools.combinations(range(6), 2):
         (x1, y1), (x2, y2), (x3, y3) = ((p[j], p[k]) for p in powers)
         divisor = x1 * y2 - x2 * y1
@@ -40,7 +41,11 @@ def fitted(values: Sequence[float], points: Sequence[Point]) -> Polynomial | Non
         if abs(one * x3 + two * y3 - c) <= 1e-9 * abs(c):
             found = list(_ZERO)
             found[j], found[k] = one, two
-            return found
+            if one * two > 0:
+                return found
+            unlikely = unlikely or found
+    if unlikely is not None:
+        return unlikely
     lengths = [length for _, length in points]
     for first, counts in ((3, [rows for rows, _ in points]), (0, [1] * len(points))):
         terms = _quadratic([value / count for value, count in zip(values, counts, strict=True)], lengths)
