@@ -22,9 +22,10 @@ def fitted(values: Sequence[float], points: Sequence[Point]) -> Polynomial | Non
     """The polynomial of a tensor that has these bytes at three `points`; None if there is none.
 
     Almost every tensor is a number times a power of the length, once or for every row: two sizes determine it, the
-    third verifies it. Others are sums of two such terms, and the third size singles out one such sum. By chance, it may
-    leave two; terms of the same sign are then more likely. What is left may be quadratic in the length, once or for
-    every row (pairs of a state-space layer's chunks): the three sizes determine that, so that a fourth has to verify it.
+    third verifies it. Others are sums of two such terms, and the third size singles out one such sum. It may leave
+    two by chance; terms of the same sign are then more likely. What is left may be quadratic in the length, once or
+    for every row (pairs of a state-space layer's chunks): the three sizes determine that, so that a fourth has to
+    verify it.
     """
     (a, b, c), powers = values, [powers_of(*point) for point in points]
     for k in range(6):
