@@ -61,6 +61,7 @@ class Recorder(TorchDispatchMode):
         self._adds_in_place, self._is_full = adds_in_place, not is_padded
         self._num_experts = num_experts
         self._sizes: dict[int, tuple[int, str]] = {}
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         # The last sum of gradients: segment, index among its events, the storage it reuses, bytes.
         self._sum: tuple[str, int, int, int] | None = None
 
@@ -91,7 +92,7 @@ class Recorder(TorchDispatchMode):
         if func in _INDEXING:
             args = (args[0], self._places(args[1]), *args[2:])
         result = computed(func, args, kwargs or {}, self._mode)
-        heir = self._summed(func, args, result)
+        heir = self._summed(args, result) if func is torch.ops.aten.add.Tensor else None
         if isinstance(result, FakeTensor):
             # What follows for most operations, without a search in lists.
             storage = result.untyped_storage()
@@ -121,14 +122,14 @@ class Recorder(TorchDispatchMode):
             return self._num_experts
         return max(1, size // self._num_experts)
 
-    def _summed(self, func: object, args: Sequence[object], result: object) -> int | None:
-        """The storage whose memory a sum of gradients reuses, if any."""
+    def _summed(self, args: Sequence[object], result: object) -> int | None:
+        """The storage whose memory a sum reuses, if it is one of gradients."""
         if not self._adds_in_place or not self.is_backward or self.recomputing or len(args) < 2:
             return None
         first, second = args[:2]
-        if func is not torch.ops.aten.add.Tensor or not isinstance(second, torch.Tensor):
+        if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
             return None
-        if not isinstance(first, torch.Tensor) or not isinstance(result, torch.Tensor):
+        if not isinstance(result, torch.Tensor):
             return None
         key = id(first.untyped_storage())
         return key if self._sizes.get(key, (0, ""))[0] == result.untyped_storage().nbytes() else None
@@ -148,7 +149,7 @@ class Recorder(TorchDispatchMode):
             self._sum = (self._segment, len(self.segments[self._segment]), heir, size)
         key = id(storage)
         self._sizes[key] = (size, origin)
-        weakref.finalize(storage, self._release, key).atexit = False
+        self._watched[key] = weakref.ref(storage, lambda _: self._release(key))
 
     def _check_sum(self) -> None:
         """Correct the last sum if its first gradient is still in use, since it was then not added to in place."""
@@ -163,6 +164,7 @@ class Recorder(TorchDispatchMode):
             self.segments[segment].insert(place, (size, origin))
 
     def _release(self, key: int) -> None:
+        del self._watched[key]
         size, origin = self._sizes.pop(key, (0, ""))
         if size:
             self.segments[self._segment].append((-size, origin))

@@ -68,7 +68,10 @@ def _attributes(mode: FakeTensorMode) -> dict[str, object]:
 
 
 _known: dict[Key, _Made | tuple[_Made, ...]] = {}
-# Number of arguments that a gradient's shape depends on; the others are the place of what was selected.
+# By the id of an operation, the number of arguments that its result's shape depends on; 0 if they do not tell.
+_num_parts: dict[int, int] = {}
+_ALL = 99
+# Gradients whose shape depends on fewer: the other arguments are the place of what was selected.
 _NUM_PARTS: dict[object, int] = {torch.ops.aten.select_backward.default: 3, torch.ops.aten.slice_backward.default: 3}
 # Operations whose result is at a place in memory that is given, or is counted in values of another size.
 _PLACED = (torch.ops.aten.as_strided, torch.ops.aten.as_strided_scatter, torch.ops.aten.set_,
@@ -81,13 +84,18 @@ _MOST = 100_000
 
 def computed(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], mode: FakeTensorMode) -> object:
     """The result of `func`, from an earlier one with operands of the same shapes if there is one."""
-    if not _depends_on_shapes(func):
+    number = id(func)  # operators are never freed, and take long to hash
+    num_parts = _num_parts.get(number)
+    if num_parts is None:
+        num_parts = _num_parts[number] = _NUM_PARTS.get(func, _ALL) if _depends_on_shapes(func) else 0
+    if not num_parts:
         return func(*args, **kwargs)
     if func is torch.ops.aten.select.int and not kwargs and isinstance(args[0], FakeTensor):
         return _selected(mode, *args)  # type: ignore[arg-type]
-    parts = args[: _NUM_PARTS.get(func, len(args))]
     try:
-        key = (func, *map(_part, parts), *((name, _part(value)) for name, value in kwargs.items()))
+        key: Key = (number, *map(_part, args[:num_parts]))
+        if kwargs:
+            key += tuple((name, _part(value)) for name, value in kwargs.items())
     except _Special:
         return func(*args, **kwargs)
     known = _known.get(key)
@@ -141,7 +149,6 @@ def _selected(mode: FakeTensorMode, operand: FakeTensor, dim: int, index: int) -
     return _Made(0, False, tuple(size), tuple(stride), offset, operand.dtype).again([operand], mode)
 
 
-@functools.cache
 def _depends_on_shapes(func: OpOverload) -> bool:
     """True for torch's operations, except those that change an operand's shape or count a place in other units."""
     return (
@@ -159,8 +166,8 @@ def _part(value: object) -> object:
     Raises:
         _Special: if it is more than shapes and plain values.
     """
-    if isinstance(value, torch.Tensor):
-        if not _is_plain(value):
+    if type(value) is FakeTensor:
+        if value.constant is not None or value.fake_device != _CPU:
             raise _Special
         return value.shape, value.stride(), value.dtype
     if isinstance(value, _PLAIN):
