@@ -68,11 +68,11 @@ def _attributes(mode: FakeTensorMode) -> dict[str, object]:
 
 
 _known: dict[Key, _Made | tuple[_Made, ...]] = {}
-# By the id of an operation, the number of arguments that its result's shape depends on; 0 if they do not tell.
-_num_parts: dict[int, int] = {}
+# Gradients whose shape depends on the first arguments alone: the others are the place of what was selected.
+_NUM_READ: dict[object, int] = {torch.ops.aten.select_backward.default: 3, torch.ops.aten.slice_backward.default: 3}
 _ALL = 99
-# Gradients whose shape depends on fewer: the other arguments are the place of what was selected.
-_NUM_PARTS: dict[object, int] = {torch.ops.aten.select_backward.default: 3, torch.ops.aten.slice_backward.default: 3}
+# By an operation's id: the number of arguments that its result's shape depends on; 0 if it depends on more than shapes.
+_num_read: dict[int, int] = {}
 # Operations whose result is at a place in memory that is given, or is counted in values of another size.
 _PLACED = (torch.ops.aten.as_strided, torch.ops.aten.as_strided_scatter, torch.ops.aten.set_,
            torch.ops.aten.view_as_real, torch.ops.aten.view_as_complex)  # fmt: skip
@@ -85,15 +85,15 @@ _MOST = 100_000
 def computed(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], mode: FakeTensorMode) -> object:
     """The result of `func`, from an earlier one with operands of the same shapes if there is one."""
     number = id(func)  # operators are never freed, and take long to hash
-    num_parts = _num_parts.get(number)
-    if num_parts is None:
-        num_parts = _num_parts[number] = _NUM_PARTS.get(func, _ALL) if _depends_on_shapes(func) else 0
-    if not num_parts:
+    num_read = _num_read.get(number)
+    if num_read is None:
+        num_read = _num_read[number] = _NUM_READ.get(func, _ALL) if _depends_on_shapes(func) else 0
+    if not num_read:
         return func(*args, **kwargs)
     if func is torch.ops.aten.select.int and not kwargs and isinstance(args[0], FakeTensor):
         return _selected(mode, *args)  # type: ignore[arg-type]
     try:
-        key: Key = (number, *map(_part, args[:num_parts]))
+        key: Key = (number, *map(_part, args[:num_read]))
         if kwargs:
             key += tuple((name, _part(value)) for name, value in kwargs.items())
     except _Special:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -286,6 +287,17 @@ def test_a_forward_pass_that_is_ended_changes_no_later_run(share: float) -> None
     assert step.allocates_more(2, 64, than=num_allocations - 1)
     assert not step.allocates_more(2, 64, than=num_allocations)
     assert step.run(2, 64) == expected
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_run_leaves_the_collection_of_cycles_as_it_was(collects: bool) -> None:
+    was = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        FakeStep(small("ernie4_5", num_key_value_heads=2, head_dim=16), FP32, is_cuda=False, is_tracked=True).run(1, 8)
+        assert gc.isenabled() == collects
+    finally:
+        (gc.enable if was else gc.disable)()
 
 
 # ── Caches ───────────────────────────────────────────────────────────────────────────────────────────────────────────
