@@ -71,7 +71,7 @@ _known: dict[Key, _Made | tuple[_Made, ...]] = {}
 # Gradients whose shape depends on the first arguments alone: the others are the place of what was selected.
 _NUM_READ: dict[object, int] = {torch.ops.aten.select_backward.default: 3, torch.ops.aten.slice_backward.default: 3}
 _ALL = 99
-# By an operation's id: the number of arguments that its result's shape depends on; 0 if it depends on more than shapes.
+# By an operation's id: the number of arguments that its result's shape depends on; 0 if it depends on other things.
 _num_read: dict[int, int] = {}
 # Operations whose result is at a place in memory that is given, or is counted in values of another size.
 _PLACED = (torch.ops.aten.as_strided, torch.ops.aten.as_strided_scatter, torch.ops.aten.set_,
