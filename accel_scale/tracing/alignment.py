@@ -72,13 +72,10 @@ def by_loop(runs: Sequence[Run], points: Sequence[Point]) -> Document | None:
         net = summed([])
         for part in _parts([run[name] for run in runs], points):
             if isinstance(part, Loop):
-                sums = [[0, *itertools.accumulate(events)] for events in part.events]
-                left, peak = (
-                    _growing([value(each) for each in sums], points) for value in (lambda each: each[-1], max)
-                )
-                if left is None or peak is None:
+                highest, left = _of_loop(part, points)
+                if highest is None or left is None:
                     return None
-                peaks.append(summed([net, peak]))
+                peaks += [summed([net, polynomial]) for polynomial in highest]
                 net = summed([net, left])
             else:
                 peaks += [summed([net, polynomial]) for polynomial in _running(part)]
@@ -89,9 +86,36 @@ def by_loop(runs: Sequence[Run], points: Sequence[Point]) -> Document | None:
 
 @dataclass(frozen=True)
 class Loop:
-    """The events of a loop over chunks, in each run: one chunk in the shortest."""
+    """The events of a loop over chunks, in each run: one chunk in the shortest.
+
+    Attributes:
+        events: Of each run.
+        width: Number of a chunk's events.
+    """
 
     events: Sequence[Sequence[int]]
+    width: int
+
+
+def _of_loop(loop: Loop, points: Sequence[Point]) -> tuple[list[Polynomial] | None, Polynomial | None]:
+    """The sums that may be the highest within a loop, and what it leaves; None if they cannot be fitted.
+
+    If all chunks have the same events, the sums are the highest in the first or in the last one. There, every event is
+    fitted by itself: which of them is the highest may depend on the size.
+    """
+    sums = [[0, *itertools.accumulate(events)] for events in loop.events]
+    left = _growing([each[-1] for each in sums], points)
+    highest = [max(each) for each in sums]
+    width, lasts = loop.width, [len(events) - loop.width for events in loop.events]
+    if width and min(lasts) >= 0:
+        first = _common([events[:width] for events in loop.events], points)
+        last = _common([events[place:] for events, place in zip(loop.events, lasts, strict=True)], points)
+        before = _growing([each[place] for each, place in zip(sums, lasts, strict=True)], points)
+        at_ends = [max(each[: width + 1] + each[place:]) for each, place in zip(sums, lasts, strict=True)]
+        if len(first) == len(last) == width and before is not None and at_ends == highest:
+            return [*_running(first), *(summed([before, polynomial]) for polynomial in _running(last))], left
+    peak = _growing(highest, points)
+    return None if peak is None else [peak], left
 
 
 def _parts(events: Sequence[Sequence[int]], points: Sequence[Point]) -> list[Loop | list[Polynomial]]:
@@ -117,7 +141,7 @@ def _parts(events: Sequence[Sequence[int]], points: Sequence[Point]) -> list[Loo
         given = min(width, len(block))
         before = [each[len(each) - len(left) - given :] for each, left in zip(events, rest, strict=True)]
         loop = [each[: given + width * count] for each, count in zip(before, counts, strict=True)]
-        parts += [block[: len(block) - given], Loop(loop)]
+        parts += [block[: len(block) - given], Loop(loop, width)]
         block, more = following[width], more - width
         rest = [each[width * count + len(block) :] for each, count in zip(rest, counts, strict=True)]
     parts.append(block)
@@ -125,7 +149,7 @@ def _parts(events: Sequence[Sequence[int]], points: Sequence[Point]) -> list[Loo
         # Iterations that differ, as a first or last one may: again with the chunk that the shortest run has.
         end = _common([each[::-1] for each in rest], points)[::-1]
         taken = min(max(more, 0), len(end))
-        parts += [Loop([each[: len(each) - len(end) + taken] for each in rest]), end[taken:]]
+        parts += [Loop([each[: len(each) - len(end) + taken] for each in rest], 0), end[taken:]]
     return parts
 
 

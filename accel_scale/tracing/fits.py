@@ -46,12 +46,13 @@ def fit_segments(
                 return *found, False
         return _of_few_tokens(step), None, False
     windows = [window for window in windows_of(facts.traced_config) if window < setup.sequence_length]
-    for unit in (_CHUNK, _UNIT) if loops == "chunks" else (_UNIT,):
-        # The shortest length is two units, and longer than the windows.
-        unit *= max(windows, default=0) // (2 * unit) + 1
-        if facts.max_positions and 6 * unit > facts.max_positions:
-            unit = max(1, facts.max_positions // 6)  # learned positions limit the length
-        found = _by_points(step, unit)
+    # The first, second and last chunks of a loop may differ from the others.
+    for unit, shortest in ((_CHUNK, 4), (_UNIT, 2)) if loops == "chunks" else ((_UNIT, 2),):
+        # The shortest length is longer than the windows.
+        unit *= max(windows, default=0) // (shortest * unit) + 1
+        if facts.max_positions and (shortest + 4) * unit > facts.max_positions:
+            unit = max(1, facts.max_positions // (shortest + 4))  # learned positions limit the length
+        found = _by_points(step, unit, shortest)
         if found is not None:
             return *found, False
     found_by_mark = _by_marks(step, unit)
@@ -60,28 +61,32 @@ def fit_segments(
     return *_at_length(step, setup.sequence_length), True
 
 
-def _by_points(step: FakeStep, unit: int) -> tuple[Document, Document | None] | None:
-    """Segments of several rows and of one, from a few sizes each and a longer one that verifies them, or None."""
-    many, within = _of_rows(step, (2, 3, 5, 4), unit)
+def _by_points(step: FakeStep, unit: int, shortest: int = 2) -> tuple[Document, Document | None] | None:
+    """Segments of several rows and of one, from a few sizes each and a longer one that verifies them, or None.
+
+    Args:
+        shortest: Number of units in the shortest length.
+    """
+    many, within = _of_rows(step, (2, 3, 5, 4), unit, shortest)
     if many is None:
         return None
-    single, several = (1, 6 * unit), (3, 6 * unit)
+    single, several = (1, (shortest + 4) * unit), (3, (shortest + 4) * unit)
     alone = _marks(step.run(*single))
     if _is_right(many, alone, single, within):
         return many, None
     if not _is_right(many, _marks(step.run(*several)), several, within):
         return None
     for size in (unit, 2 * unit):  # in longer rows, another operation may need the most
-        one, within = _of_rows(step, (1, 1, 1, 1), size)
+        one, within = _of_rows(step, (1, 1, 1, 1), size, shortest)
         if one is not None and _is_right(one, alone, single, within):
             return many, one
     return None
 
 
-def _of_rows(step: FakeStep, rows: Sequence[int], unit: int) -> tuple[Document | None, float]:
+def _of_rows(step: FakeStep, rows: Sequence[int], unit: int, shortest: int = 2) -> tuple[Document | None, float]:
     """Segments of these numbers of rows, and the share within which they are right; None if they cannot be fitted."""
     # Chosen so that no two powers of rows and length grow alike.
-    points = list(zip(rows, (2 * unit, 5 * unit, 3 * unit, 4 * unit), strict=True))
+    points = list(zip(rows, ((shortest + more) * unit for more in (0, 3, 1, 2)), strict=True))
     runs = [step.run(*point) for point in points[:3]]
     if are_alike(runs):
         return by_event(runs, points[:3]), _EXACTLY
