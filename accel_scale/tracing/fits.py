@@ -46,10 +46,11 @@ def fit_segments(
                 return *found, False
         return _of_few_tokens(step), None, False
     windows = [window for window in windows_of(facts.traced_config) if window < setup.sequence_length]
+    longest = max(windows, default=0)
     # The first, second and last chunks of a loop may differ from the others.
     for unit, shortest in ((_CHUNK, 4), (_UNIT, 2)) if loops == "chunks" else ((_UNIT, 2),):
-        # The shortest length is longer than the windows.
-        unit *= max(windows, default=0) // (shortest * unit) + 1
+        if shortest * unit <= longest:  # the shortest length is longer than the windows
+            unit = _UNIT * (longest // (shortest * _UNIT) + 1)
         if facts.max_positions and (shortest + 4) * unit > facts.max_positions:
             unit = max(1, facts.max_positions // (shortest + 4))  # learned positions limit the length
         found = _by_points(step, unit, shortest)
