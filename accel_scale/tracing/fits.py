@@ -25,11 +25,8 @@ _PARTS = 8
 Mark = tuple[float, list[float]]
 # Number of tokens for models that loop over tokens and whose events are not found in each other.
 _FEW = 32
-# Sizes that tell what the number of operations grows with: two that are run for loops over tokens anyway, and one of
-# some chunks.
-_PROBES, _CHUNKS = ((2, 2 * _TOKENS[0]), (3, 5 * _TOKENS[0])), (1, 2 * _CHUNK)
-# Segments of a forward pass.
-_FORWARD = ("embed", "forward", "finish")
+# Sizes that tell what the number of operations grows with: two of a few tokens, and one of some chunks.
+_PROBES, _CHUNKS = ((2, 4), (3, 10)), (1, 2 * _CHUNK)
 
 
 def fit_segments(
@@ -136,19 +133,13 @@ def _loops(step: FakeStep, facts: ModelFacts) -> str:
     """
     text = facts.traced_config
     if text not in _LOOPING:
-        few, more = (_num_allocations(step.run(*size)) for size in _PROBES)
+        few, more = (step.forward_allocations(*size) for size in _PROBES)
         if more <= 1.15 * few:
-            _LOOPING[text] = "chunks" if step.allocates_more(*_CHUNKS, than=more) else ""
+            _LOOPING[text] = "chunks" if step.forward_allocations(*_CHUNKS, at_most=more) > more else ""
         else:
             # Some layers loop over the tokens that are left after the last chunk (xLSTM's).
-            _LOOPING[text] = "tokens" if step.allocates_more(1, _UNIT, than=more) else "chunks"
+            _LOOPING[text] = "tokens" if step.forward_allocations(1, _UNIT, at_most=more) > more else "chunks"
     return _LOOPING[text]
-
-
-def _num_allocations(run: Run) -> int:
-    """Number of allocations in the forward pass."""
-    forward = (events for name, events in run.items() if name.startswith(_FORWARD))
-    return sum(event > 0 for events in forward for event in events)
 
 
 def _marks(run: Run) -> dict[str, Mark]:

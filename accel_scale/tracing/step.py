@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -121,16 +122,13 @@ class FakeStep:
             self._runs[rows, length] = self._run(rows, length)
         return self._runs[rows, length]
 
-    def allocates_more(self, rows: int, length: int, than: int) -> bool:
-        """True if a forward pass over `rows` × `length` positions makes more than this many allocations.
-
-        It ends there.
-        """
+    def forward_allocations(self, rows: int, length: int, at_most: int = sys.maxsize) -> int:
+        """Number of allocations in a forward pass over `rows` × `length` positions; it ends after `at_most`."""
         try:
-            self._record(rows, length, forward_allocations=than)
+            segments = self._record(rows, length, forward_allocations=at_most)
         except TooManyAllocationsError:
-            return True
-        return False
+            return at_most + 1
+        return sum(size > 0 for events in segments.values() for size, _ in events)
 
     def _run(self, rows: int, length: int) -> dict[str, list[int]]:
         segments = self._record(rows, length)

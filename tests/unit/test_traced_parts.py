@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from accel_scale.planning.traced.steps import step_bytes
 from accel_scale.tracing import service
 from accel_scale.tracing.cache import _fitted, read_cache
 from accel_scale.tracing.cuda_kernels import CudaKernels
-from accel_scale.tracing.fits import _num_allocations, fit_segments
+from accel_scale.tracing.fits import fit_segments
 from accel_scale.tracing.head_operations import HeadOperations
 from accel_scale.tracing.recording import Recorder
 from accel_scale.tracing.skeletons import Skeleton, _decoder_layers
@@ -186,8 +187,8 @@ class Loop:
         total = self.of(rows, length)
         return {"forward 0": [*[total // length] * (length - 1), total - total // length * (length - 1)]}
 
-    def allocates_more(self, rows: int, length: int, than: int) -> bool:
-        return self.of(rows, length) > 0 and length > than
+    def forward_allocations(self, rows: int, length: int, at_most: int = sys.maxsize) -> int:
+        return min(length, at_most + 1)
 
 
 def found_by(step: Loop, text: str) -> tuple[dict, bool]:
@@ -230,8 +231,8 @@ def test_without_a_loop_what_no_curve_meets_is_of_one_size() -> None:
             self.sizes.append((rows, length))
             return {"forward 0": [self.of(rows, length)]}
 
-        def allocates_more(self, rows: int, length: int, than: int) -> bool:
-            return than < 1
+        def forward_allocations(self, rows: int, length: int, at_most: int = sys.maxsize) -> int:
+            return 1
 
     step = NoLoop(lambda rows, length: rows * 2 ** (length // 64))
     found, exact = found_by(step, '{"is": "of one size"}')
@@ -281,11 +282,11 @@ def test_a_forward_pass_that_is_ended_changes_no_later_run(share: float) -> None
     facts = small("ernie4_5", num_key_value_heads=2, head_dim=16)
     expected = FakeStep(facts, FP32, is_cuda=False, is_tracked=True).run(2, 64)
     step = FakeStep(facts, FP32, is_cuda=False, is_tracked=True)
-    num_allocations = _num_allocations(expected)
+    num_allocations = step.forward_allocations(2, 64)
     assert 20 < num_allocations < 0.5 * sum(event > 0 for events in expected.values() for event in events)
-    assert step.allocates_more(2, 64, than=round(share * num_allocations))
-    assert step.allocates_more(2, 64, than=num_allocations - 1)
-    assert not step.allocates_more(2, 64, than=num_allocations)
+    limit = round(share * num_allocations)
+    assert step.forward_allocations(2, 64, at_most=limit) == limit + 1
+    assert step.forward_allocations(2, 64, at_most=num_allocations) == num_allocations
     assert step.run(2, 64) == expected
 
 
