@@ -72,9 +72,10 @@ def by_loop(runs: Sequence[Run], points: Sequence[Point]) -> Document | None:
         net = summed([])
         for part in _parts([run[name] for run in runs], points):
             if isinstance(part, Loop):
-                highest, left = _of_loop(part, points)
-                if highest is None or left is None:
+                found_loop = _of_loop(part, points)
+                if found_loop is None:
                     return None
+                highest, left = found_loop
                 peaks += [summed([net, polynomial]) for polynomial in highest]
                 net = summed([net, left])
             else:
@@ -97,7 +98,7 @@ class Loop:
     width: int
 
 
-def _of_loop(loop: Loop, points: Sequence[Point]) -> tuple[list[Polynomial] | None, Polynomial | None]:
+def _of_loop(loop: Loop, points: Sequence[Point]) -> tuple[list[Polynomial], Polynomial] | None:
     """The sums that may be the highest within a loop, and what it leaves; None if they cannot be fitted.
 
     If all chunks have the same events, the sums are the highest in the first or in the last one. There, every event is
@@ -105,6 +106,8 @@ def _of_loop(loop: Loop, points: Sequence[Point]) -> tuple[list[Polynomial] | No
     """
     sums = [[0, *itertools.accumulate(events)] for events in loop.events]
     left = _growing([each[-1] for each in sums], points)
+    if left is None:
+        return None
     highest = [max(each) for each in sums]
     width, lasts = loop.width, [len(events) - loop.width for events in loop.events]
     if width and min(lasts) >= 0:
@@ -115,7 +118,7 @@ def _of_loop(loop: Loop, points: Sequence[Point]) -> tuple[list[Polynomial] | No
         if len(first) == len(last) == width and before is not None and at_ends == highest:
             return [*_running(first), *(summed([before, polynomial]) for polynomial in _running(last))], left
     peak = _growing(highest, points)
-    return None if peak is None else [peak], left
+    return None if peak is None else ([peak], left)
 
 
 def _parts(events: Sequence[Sequence[int]], points: Sequence[Point]) -> list[Loop | list[Polynomial]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
+from accel_scale.planning.models.model_config import facts_from_config
 from accel_scale.planning.models.traced import facts_of_any
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.traced.polynomials import fitted, value_of
 from accel_scale.planning.traced.steps import marks_of
 from accel_scale.tracing.alignment import Run, are_alike, by_event, by_loop
-from accel_scale.tracing.fits import _LOOPING, _by_points, _of_rows
+from accel_scale.tracing.fits import _LOOPING, _by_points, _of_rows, fit_segments
 from accel_scale.tracing.service import traced_fit
 from accel_scale.tracing.step import FakeStep, Layers
 
@@ -132,6 +134,74 @@ def test_of_many_loops_the_highest_point_is_exact(num_loops: int) -> None:
         assert value_of(found["backward 0"]["net"], *point) == pytest.approx(sum(events))
         peak = max(value_of(polynomial, *point) for polynomial in found["backward 0"]["peaks"])
         assert peak == pytest.approx(max(itertools.accumulate(events)), rel=1e-9)
+
+
+def loop_with_ends(rows: int, length: int) -> Run:
+    """A backward loop whose first, second to last and last chunks differ; a table or the work is highest in a chunk.
+
+    In short rows the table, of which each chunk allocates another, is larger than what a token needs.
+    """
+    chunks, work, table, state = length // 64, 96 * rows * 64, 300_000, 40 * rows
+    first = [state, table, -table, work, work, -2 * work]
+    inner = [state, table, work, -table, work, -work, -work]
+    before_last = [state, work, table, -work, -table, work, -work]
+    last = [work, table, -table, -work, 8]
+    middle = [*inner * (chunks - 3), *before_last] if chunks > 2 else []
+    whole = 512 * rows * length
+    return {"backward 0": [whole, *first, *middle, *last, -whole]}
+
+
+class LoopWithEnds:
+    """Runs of such a loop, and the sizes that were run."""
+
+    def __init__(self) -> None:
+        self.sizes: list[tuple[int, int]] = []
+
+    def run(self, rows: int, length: int) -> Run:
+        self.sizes.append((rows, length))
+        return loop_with_ends(rows, length)
+
+
+def test_of_a_loop_whose_ends_differ_the_highest_point_is_exact() -> None:
+    step: Any = LoopWithEnds()
+    found = _by_points(step, 64, 4)
+    assert found is not None
+    many, one = found
+    assert one is None
+    assert len(step.sizes) == 5, "no size is run in vain"
+    for point in [*OTHERS, (1, 4096), (64, 8192)]:
+        events = loop_with_ends(*point)["backward 0"]
+        assert value_of(many["backward 0"]["net"], *point) == pytest.approx(sum(events))
+        peak = max(value_of(polynomial, *point) for polynomial in many["backward 0"]["peaks"])
+        assert peak == pytest.approx(max(itertools.accumulate(events)), rel=1e-9)
+
+
+class Compressing:
+    """A step that keeps one entry for every whole block of 128 tokens, and whose masks make it look like a loop."""
+
+    chosen = (0,)
+
+    def __init__(self) -> None:
+        self.sizes: list[tuple[int, int]] = []
+
+    def run(self, rows: int, length: int) -> Run:
+        self.sizes.append((rows, length))
+        return {"forward 0": [96 * rows * length, 640 * rows * (length // 128), -32 * rows * length]}
+
+    def forward_allocations(self, rows: int, length: int, at_most: int = sys.maxsize) -> int:
+        return min(9 + length // 32, at_most + 1)
+
+
+def test_beyond_a_window_blocks_are_whole() -> None:
+    """A window of 512 tokens needs lengths of more; multiples of 64 would end in the middle of a block."""
+    step: Any = Compressing()
+    facts = replace(facts_from_config({"model_type": "llama", **SIZES}, name="it"), max_positions=0)
+    facts = replace(facts, traced_config='{"index_topk": 512, "is": "compressing"}')
+    many, one, exact = fit_segments(step, facts, TrainingSetup(sequence_length=2048), False)
+    assert (one, exact) == (None, False)
+    assert {length % 256 for _, length in step.sizes} == {0}
+    assert min(length for _, length in step.sizes) > 512
+    assert value_of(many["forward 0"]["net"], 4, 8192) == pytest.approx(sum(step.run(4, 8192)["forward 0"]))
 
 
 def test_runs_of_other_layers_are_not_fitted_together() -> None:
