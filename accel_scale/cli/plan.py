@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_scale.cli import plan_questions
+from accel_scale.cycles import cycles_kept
 from accel_scale.planning.search.wish import ANSWER, FLAGS, LISTS, MODEL, TRAINING, PlanFlag, Wish
 from accel_scale.tracing import helper
 
@@ -66,20 +67,14 @@ def _add(group: argparse._ArgumentGroup, flag: PlanFlag) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; returns 1 if nothing fits."""
-    import gc
-
     from accel_scale.planning.traced.fits import end_progress
 
     # Hundreds of thousands of sizes are freed by reference counting: collecting cycles would take a tenth of the time.
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        with helper.allowed():
+    with cycles_kept(), helper.allowed():
+        try:
             return _run(args)
-    finally:
-        end_progress()
-        if collects:
-            gc.enable()
+        finally:
+            end_progress()
 
 
 def _run(args: argparse.Namespace) -> int:

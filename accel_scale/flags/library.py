@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import gc
 import importlib
 import importlib.metadata
 import importlib.util
@@ -22,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NotRequired, TypeAlias, TypedDict
+
+from accel_scale.cycles import cycles_kept
 
 # Written by `python -m accel_scale.flags.sft`.
 SHIPPED = Path(__file__).parents[1] / "assets" / "library_flags.json"
@@ -90,13 +91,8 @@ class FlagTable(TypedDict):
 
 def load_classes(classes: Iterable[FlagClass]) -> tuple[type, ...]:
     """Import all classes, without garbage collection: imports allocate much and free little, so that saves a sixth."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    with cycles_kept():
         return tuple(cls.load() if isinstance(cls, LaterClass) else cls for cls in classes)
-    finally:
-        if collects:
-            gc.enable()
 
 
 def hf_argument_parser() -> ModuleType:

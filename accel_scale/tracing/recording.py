@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 import weakref
 from collections import defaultdict
@@ -15,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from accel_scale.cycles import cycles_kept
 from accel_scale.measuring.storages import storages
 from accel_scale.tracing.remembered import computed
 
@@ -229,13 +229,10 @@ def watched(recorder: Recorder, layers: Sequence[nn.Module]) -> Iterator[None]:
         handles.append(
             layer.register_forward_hook(lambda module, args, output, index=index: end(index, output), always_call=True)
         )
-    collects = gc.isenabled()
-    gc.disable()
     try:
-        yield
+        with cycles_kept():  # their collection would free tensors at any time
+            yield
     finally:
-        if collects:
-            gc.enable()
         for handle in handles:
             handle.remove()
 
