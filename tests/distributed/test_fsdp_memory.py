@@ -8,7 +8,8 @@ import pytest
 from torchrun import torchrun
 
 from accel_scale.planning.cost.memory import MemoryEstimate, predict_memory
-from accel_scale.planning.models.model_config import facts_from_config
+from accel_scale.planning.cost.phases import LAST_LAYER
+from accel_scale.planning.models.traced import facts_of_any
 from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
 
 pytestmark = pytest.mark.slow
@@ -21,10 +22,10 @@ def measured(tmp_path_factory) -> dict[str, int]:
     return json.loads(output.read_text())
 
 
-def predicted(precision: str, reshard: bool = True, **changes) -> MemoryEstimate:
-    from fsdp_memory_run import SHAPE
+def predicted(precision: str, reshard: bool = True, model_type: str = "llama", **changes) -> MemoryEstimate:
+    from fsdp_memory_run import SHAPES
 
-    model = facts_from_config({"model_type": "llama", **SHAPE}, name="small")
+    model = facts_of_any({"model_type": model_type, **SHAPES[model_type]}, name="small")
     setup = TrainingSetup(
         precision=precision,
         checkpointing="none",
@@ -60,3 +61,13 @@ def test_accumulated_gradients_wait_whole_or_as_shards(measured, name, precision
     whole, reduced = (predicted(precision, accumulation=3, sync_each_batch=sync) for sync in (False, True))
     assert reduced.peak_bytes == pytest.approx(measured[f"{name}, each reduced"], rel=0.03)
     assert whole.peak_bytes == pytest.approx(measured[name], rel=0.10)
+
+
+@pytest.mark.parametrize(("name", "accumulation"), [("glm4_moe", 1), ("glm4_moe, each reduced", 3)])
+def test_gradients_of_layers_that_have_run_are_reduced_if_the_first_layer_is_of_another_kind(
+    measured, name, accumulation
+):
+    """Of ten layers only the first is dense: until it has run, a whole model's gradients (41 MiB) have passed."""
+    estimate = predicted("fp32", model_type="glm4_moe", accumulation=accumulation, sync_each_batch=accumulation > 1)
+    assert estimate.peak_phase.name == LAST_LAYER
+    assert estimate.peak_bytes == pytest.approx(measured[name], rel=0.03)

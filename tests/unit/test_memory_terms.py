@@ -218,3 +218,26 @@ def test_a_70b_4_bit_base_is_not_promised_to_two_24_gib_cards():
     assert estimate.states.weight_bytes < 20 * 2**30  # the memory that training would need
     assert estimate.peak_phase.name == "load"
     assert estimate.low_bytes > 24 * 2**30
+
+
+@pytest.mark.parametrize("checkpointing", ["full", "every_2"])
+def test_dense_layers_before_experts_do_not_count_every_gradient_as_one_layers(checkpointing):
+    """DeepSeek V3 (modelled) and V3.2 (traced) begin with three dense layers; their gradients take 1.2 TiB."""
+    setup = TrainingSetup(checkpointing=checkpointing, parallel=ParallelSetup("zero3", 512))
+    estimates = [
+        predict_memory(load_model_facts(f"deepseek-ai/DeepSeek-{name}", allow_download=False), setup)
+        for name in ("V3", "V3.2")
+    ]
+    for estimate in estimates:
+        assert estimate.step.gradient_bytes > 1.2 * 2**40
+        assert estimate.peak_bytes < 0.1 * 2**40
+    assert estimates[0].peak_bytes == pytest.approx(estimates[1].peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-V3.2"])
+def test_gradients_of_a_second_micro_batch_are_added_layer_by_layer(name):
+    facts = load_model_facts(name, allow_download=False)
+    setup = TrainingSetup(precision="bf16_true", checkpointing="full")
+    one, two = (predict_memory(facts, replace(setup, accumulation=count)) for count in (1, 2))
+    assert one.peak_bytes - one.states.weight_bytes > one.step.gradient_bytes
+    assert 0 <= two.peak_bytes - one.peak_bytes < 0.05 * one.step.gradient_bytes

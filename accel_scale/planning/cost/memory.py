@@ -30,7 +30,7 @@ from accel_scale.planning.cost.sharding import StateBytes, state_bytes
 from accel_scale.planning.cost.transfers import transfers
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import TrainingSetup
-from accel_scale.planning.tape.activations import StepBytes
+from accel_scale.planning.tape.marks import StepBytes
 from accel_scale.planning.traced.steps import step_bytes
 
 
@@ -151,6 +151,8 @@ def _of_rank(
     states = state_bytes(share.facts, setup)
     step = step_bytes(share.facts, seen, is_cuda=is_cuda, is_tracked=is_tracked)
     step = step.with_waiting(share.waiting * step.saved_bytes)
+    if not _keeps_gradients(setup):
+        step = step.without_earlier_gradients()
     # Buffers for every micro-batch, as torch's `PipelineStage` allocates them once for all steps.
     hidden = setup.micro_batch_size * setup.sequence_length * share.facts.hidden_size * seen.trained_bytes
     ranks = setup.parallel.sequence_parallel * setup.parallel.stream_ranks
@@ -185,6 +187,13 @@ def _of_rank(
     inputs, stays = _offloaded_bytes(share.facts, seen, is_cuda=is_cuda), setup.parallel.offloads
     host = max(states.host_bytes, inputs + states.host_bytes * stays)
     return MemoryEstimate(phases, states, step, host_bytes=host, **beside)
+
+
+def _keeps_gradients(setup: TrainingSetup) -> bool:
+    """True if a rank keeps every gradient of a pass whole, beside none of earlier micro-batches."""
+    parallel = setup.parallel
+    reduces = parallel.shards_gradients or parallel.shards_weights or setup.steps_in_backward
+    return not reduces and setup.accumulation == 1
 
 
 def _offloaded_bytes(model: ModelFacts, setup: TrainingSetup, *, is_cuda: bool) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from accel_scale.planning.models.training_setup import TrainingSetup
-from accel_scale.planning.tape.activations import StepBytes
+from accel_scale.planning.tape.marks import StepBytes
 
 _GIB = 2**30
 

@@ -9,7 +9,7 @@ from accel_scale.planning.cost.sharding import StateBytes
 from accel_scale.planning.cost.transfers import Transfers, replicates_by_unit, transfers
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import ParallelSetup, TrainingSetup
-from accel_scale.planning.tape.activations import StepBytes
+from accel_scale.planning.tape.marks import StepBytes
 from accel_scale.planning.traced.forward import forward_bytes
 
 FORWARD, LAST_LAYER, FIRST_LAYER, UPDATE = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 
 from accel_scale.facts.checkpointing import SEGMENTS, SUBLAYERS, kind_of
 from accel_scale.planning.models.model_facts import LayerFacts, ModelFacts
@@ -15,49 +15,13 @@ from accel_scale.planning.tape.families import check_setup, family_of, family_un
 from accel_scale.planning.tape.head import Head, scores_loss
 from accel_scale.planning.tape.layers import Layer
 from accel_scale.planning.tape.linears import Weights, adapter_key
+from accel_scale.planning.tape.marks import StepBytes
 from accel_scale.planning.tape.ops import Ops
 from accel_scale.planning.tape.parallel import gathered, tensor_parallel_share
 from accel_scale.planning.tape.tables import Tables, make_mask, make_tables
 from accel_scale.planning.tape.tape import Tape
 from accel_scale.planning.tape.tensors import Parameter, Tensor
 from accel_scale.planning.tape.tiles import tiled_norm
-
-
-@dataclass(frozen=True)
-class StepBytes:
-    """Memory peaks of one micro-batch, without weights, optimizer states and gradients of earlier micro-batches.
-
-    Attributes:
-        saved_bytes: Kept between forward and backward pass, including the loss's tensors.
-        forward_bytes: Peak during the layers' forward pass.
-        loss_bytes: Peak during head and loss, including their backward.
-        backward_top_bytes: Peak while the last layer runs backward.
-        backward_bottom_bytes: Peak while the first layer and the embedding run backward.
-        gradient_bytes: Gradients left after the pass.
-    """
-
-    saved_bytes: float
-    forward_bytes: float
-    loss_bytes: float
-    backward_top_bytes: float
-    backward_bottom_bytes: float
-    gradient_bytes: float
-
-    @property
-    def peak_bytes(self) -> float:
-        """The highest of these peaks."""
-        passes = (self.forward_bytes, self.loss_bytes, self.backward_top_bytes, self.backward_bottom_bytes)
-        return max(passes)
-
-    def with_waiting(self, num_bytes: float) -> StepBytes:
-        """The same marks while `num_bytes` of other micro-batches wait for their backward pass."""
-        values = {f.name: getattr(self, f.name) + num_bytes for f in fields(self) if f.name != "gradient_bytes"}
-        return StepBytes(**values, gradient_bytes=self.gradient_bytes)
-
-    def plus(self, other: StepBytes, factor: float) -> StepBytes:
-        """Every field plus `factor` × that of `other`."""
-        values = {f.name: getattr(self, f.name) + factor * getattr(other, f.name) for f in fields(self)}
-        return StepBytes(**values)
 
 
 def step_bytes(
@@ -126,9 +90,11 @@ def _walk(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bo
     ops.keeps_quantised_inputs = setup.keeps_quantised_inputs and kind_of(setup.checkpointing) == "none"
     state = ShadowModel(ops, model, setup)
     peaks: list[float] = []
+    gradients: list[float] = []
 
     def note() -> None:
         peaks.append(meter.peak_bytes)
+        gradients.append(tape.gradient_bytes)
         meter.reset_peak()
 
     x = state.embed()
@@ -147,9 +113,10 @@ def _walk(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bo
         state.entry.grad = state.entry.node = None
     # `peaks`: loss and its backward, each layer from the last to the first, embedding.
     passes = peaks[1:] or peaks
-    top = max(passes[:edge])
+    alone = [peak - earlier + gradients[0] for peak, earlier in zip(passes, gradients, strict=False)]
+    top, top_alone = max(passes[:edge]), max(alone[:edge])
     bottom = max(passes[-edge - 1 :] if edge else passes)
-    return StepBytes(saved, forward + earlier, peaks[0] + earlier, top, bottom, meter.live_bytes)
+    return StepBytes(saved, forward + earlier, peaks[0] + earlier, top, top_alone, bottom, meter.live_bytes)
 
 
 def _adapted_modules(model: ModelFacts, setup: TrainingSetup) -> frozenset[str]:

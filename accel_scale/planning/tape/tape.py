@@ -22,6 +22,7 @@ class Tape:
 
     Attributes:
         meter: Counts live bytes.
+        gradient_bytes: Gradients of parameters that are complete.
         autocast_bytes: Bytes per value of the inputs of matrix products under autocast; None without autocast.
         adds_in_place: Whether two gradients of one tensor are summed in place. Torch does, except while a dispatch
             mode (a memory tracker, for instance) is active.
@@ -31,7 +32,7 @@ class Tape:
     """
 
     def __init__(self, *, autocast_bytes: int | None = None, adds_in_place: bool = True, is_cuda: bool = True) -> None:
-        self.meter = Meter()
+        self.meter, self.gradient_bytes = Meter(), 0.0
         self.autocast_bytes = autocast_bytes
         self.adds_in_place, self.is_cuda = adds_in_place, is_cuda
         self.weight_casts: dict[int, Tensor] = {}
@@ -221,6 +222,7 @@ class Tape:
     def _accumulate(self, parameter: Parameter, grad: Tensor) -> None:
         if parameter.grad is not None:
             return
+        self.gradient_bytes += parameter.numel * parameter.itemsize
         is_own = grad.is_alone and grad.itemsize == parameter.itemsize
         parameter.grad = grad if is_own else self.new(parameter.numel, parameter.itemsize)
 

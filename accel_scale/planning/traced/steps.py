@@ -12,10 +12,10 @@ from accel_scale.planning.models.parameters import parameter_groups
 from accel_scale.planning.models.traced import Document
 from accel_scale.planning.models.training_setup import TrainingSetup, check_policy, period_of
 from accel_scale.planning.tape import activations
-from accel_scale.planning.tape.activations import StepBytes
 from accel_scale.planning.tape.families import FAMILIES
 from accel_scale.planning.tape.head import Head, logits_loss, scores_loss
 from accel_scale.planning.tape.linears import Weights
+from accel_scale.planning.tape.marks import StepBytes
 from accel_scale.planning.tape.ops import Ops
 from accel_scale.planning.tape.tape import Tape
 from accel_scale.planning.tape.tensors import Parameter, Tensor
@@ -74,16 +74,22 @@ def _traced(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: 
     live += left
     loss = max(loss, through("top"))
     passes: list[float] = []
+    alone: list[float] = []
+    earlier = 0.0  # gradients of layers that have run
+    casts = nets.get("leave", 0.0) / max(1, len(stands_for))  # freed between the passes
     for index in reversed(stands_for):
         if setup.checkpointing == "offload" and len(passes) < len(stands_for) - 1:
             live += hidden
         passes.append(through(f"backward {index}"))
+        alone.append(passes[-1] - earlier)
+        earlier += max(0.0, nets.get(f"forward {index}", 0.0) + casts + nets.get(f"backward {index}", 0.0))
     passes.append(through("bottom"))
+    alone.append(passes[-1] - earlier)
     edge = _edge(fit["kinds"], period_of(setup))
-    top, bottom = max(passes[:edge]), max(passes[-edge - 1 :])
+    top, top_alone, bottom = max(passes[:edge]), max(alone[:edge]), max(passes[-edge - 1 :])
     # Some layers keep the state of their last pass, and with it what was recomputed for it (RecurrentGemma's).
     gradients = min(live, parameter_groups(model, setup).trainable * setup.trained_bytes)
-    return StepBytes(saved, forward, loss, top, bottom, gradients)
+    return StepBytes(saved, forward, loss, top, top_alone, bottom, gradients)
 
 
 def marks_of(fit: Document, rows: int, length: int) -> tuple[dict[str, float], dict[str, float]]:
