@@ -16,6 +16,7 @@ from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.traced.kept import KeptLayer
 from accel_scale.tracing.adapted import DTYPES
+from accel_scale.tracing.blanks import blank
 from accel_scale.tracing.cuda_kernels import CudaKernels
 from accel_scale.tracing.facts import expert_count
 from accel_scale.tracing.recording import Recorder
@@ -43,8 +44,7 @@ def read_cache(facts: ModelFacts, setup: TrainingSetup) -> list[KeptLayer]:
         skeleton = build(json.loads(facts.traced_config), dtype=dtype, attention=attention, place=facts.name)
     model = skeleton.model.eval()
     recorder = Recorder(mode, adds_in_place=False, is_padded=False, num_experts=max(1, expert_count(model.config)))
-    with mode:
-        make_fake(model)
+    make_fake(model, mode)
     body = body_of(model)
 
     def kept(length: int) -> list[tuple[int | None, list[int]]]:
@@ -53,7 +53,7 @@ def read_cache(facts: ModelFacts, setup: TrainingSetup) -> list[KeptLayer]:
                 stack.enter_context(context)
             if setup.autocast:
                 stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
-            output = body(input_ids=torch.zeros(1, length, dtype=torch.long), use_cache=True)
+            output = body(input_ids=blank(mode, (1, length), None, torch.long), use_cache=True)
             return [
                 (getattr(layer, "sliding_window", None), _sizes(layer)) for layer in _cache_in(output, facts).layers
             ]

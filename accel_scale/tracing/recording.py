@@ -10,19 +10,25 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from accel_scale.cycles import cycles_kept
 from accel_scale.measuring.storages import storages
+from accel_scale.tracing.blanks import Blank
 from accel_scale.tracing.remembered import computed
 
+_ATEN = torch.ops.aten
+_ADD, _ITEM, _NONZERO = _ATEN.add.Tensor, _ATEN._local_scalar_dense.default, _ATEN.nonzero.default
+_GROUPED, _SPLIT = _ATEN._grouped_mm.default, _ATEN.split_with_sizes.default
 # Operations in which a mask may stand for indices.
 _INDEXING = {
-    torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default,
-    torch.ops.aten._index_put_impl_.default, torch.ops.aten._unsafe_index_put.default,
+    _ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default, _ATEN._index_put_impl_.default,
+    _ATEN._unsafe_index_put.default,
 }  # fmt: skip
+# Ids of operations whose operands are changed before they are computed: operators take long to hash.
+_CHANGED = frozenset(map(id, (_NONZERO, _GROUPED, _SPLIT, *_INDEXING)))
 
 
 class TooManyAllocationsError(Exception):
@@ -76,35 +82,30 @@ class Recorder(TorchDispatchMode):
         self.segments[segment]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
-        if func is torch.ops.prim.device.default:
-            # Asked for more often than anything else.
-            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is _ITEM:
             return _answer(args[0], self._is_full)
-        if func is torch.ops.aten.nonzero.default:
-            shape = [self._num_found(args[0].numel()), args[0].dim()]
-            func, args, kwargs = torch.ops.aten.new_empty.default, (args[0], shape), {"dtype": torch.long}
-        if func is torch.ops.aten._grouped_mm.default:
-            # torch's shape function (2.13) refuses fp32, although its kernels support it.
-            func, args, kwargs = torch.ops.aten.new_empty.default, (args[0], _grouped_shape(*args[:3])), {}
-        if func is torch.ops.aten.split_with_sizes.default:
-            args = (args[0], _shares(args[1], args[0].shape[args[2] if len(args) > 2 else 0]), *args[2:])
-        if func in _INDEXING:
-            args = (args[0], self._places(args[1]), *args[2:])
+        if id(func) in _CHANGED:
+            func, args, kwargs = self._changed(func, args, kwargs)
         result = computed(func, args, kwargs or {}, self._mode)
-        heir = self._summed(args, result) if func is torch.ops.aten.add.Tensor else None
-        if isinstance(result, FakeTensor):
-            # What follows for most operations, without a search in lists.
-            storage = result.untyped_storage()
-            new = {} if id(storage) in self._sizes else {id(storage): storage}
-        else:
-            new = {id(storage): storage for storage in storages(result) if id(storage) not in self._sizes}
-        if new:
-            given = {id(storage) for storage in storages((args, kwargs or {}))}
-            for key, storage in new.items():
-                if key not in given:
-                    self._count(storage, heir)
+        heir = self._summed(args, result) if func is _ADD else None
+        # One tensor is the result of most operations.
+        for storage in [result.untyped_storage()] if isinstance(result, Blank) else storages(result):
+            if id(storage) not in self._sizes and not _has(args, storage) and not _has(kwargs, storage):
+                self._count(storage, heir)
         return result
+
+    def _changed(self, func, args, kwargs):  # type: ignore[no-untyped-def]
+        """An operation whose result has the expected shape, instead of one that depends on values."""
+        if func is _NONZERO:
+            shape = [self._num_found(args[0].numel()), args[0].dim()]
+            return _ATEN.new_empty.default, (args[0], shape), {"dtype": torch.long}
+        if func is _GROUPED:
+            # torch's shape function (2.13) refuses fp32, although its kernels support it.
+            return _ATEN.new_empty.default, (args[0], _grouped_shape(*args[:3])), {}
+        if func is _SPLIT:
+            dim = args[2] if len(args) > 2 else 0
+            return func, (args[0], _shares(args[1], args[0].shape[dim]), *args[2:]), kwargs
+        return func, (args[0], self._places(args[1]), *args[2:]), kwargs
 
     def _places(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """`indices` with masks replaced by index tensors of the size that `_num_found` gives."""
@@ -168,6 +169,17 @@ class Recorder(TorchDispatchMode):
         size, origin = self._sizes.pop(key, (0, ""))
         if size:
             self.segments[self._segment].append((-size, origin))
+
+
+def _has(values: object, storage: torch.UntypedStorage) -> bool:
+    """True if one of an operation's operands is in this memory."""
+    if isinstance(values, torch.Tensor):
+        return values.untyped_storage() is storage
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return False
+    return any(_has(value, storage) for value in values)
 
 
 def _answer(value: torch.Tensor, is_full: bool) -> bool | int | float:

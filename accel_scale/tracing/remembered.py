@@ -6,15 +6,15 @@ that is not known comes from the meta device where it can: a fake mode takes ten
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-_CPU = torch.device("cpu")
+from accel_scale.tracing.blanks import Blank, blank, by_mode, view
+
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 Key = tuple[object, ...]
 
@@ -40,37 +40,21 @@ class _Made:
     offset: int
     dtype: torch.dtype
 
-    def again(self, operands: Sequence[FakeTensor], mode: FakeTensorMode) -> FakeTensor:
+    def again(self, operands: Sequence[Blank], mode: FakeTensorMode) -> Blank:
         if self.operand is not None and self.is_operand:
             return operands[self.operand]
-        with torch._C._DisableTorchDispatch():
-            made = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
-            if self.operand is not None:
-                storage = operands[self.operand].untyped_storage()
-                offset = operands[self.operand].storage_offset() + self.offset
-                made.set_(storage, offset, self.size, self.stride)  # type: ignore[call-overload]
-            return _fake(mode, made)
-
-
-def _fake(mode: FakeTensorMode, made: torch.Tensor) -> FakeTensor:
-    """``FakeTensor(mode, made, "cpu")`` in a fifth of the time: its attributes are the same for all of a mode."""
-    found: FakeTensor = torch.Tensor._make_subclass(
-        FakeTensor, made, False, dispatch_device=True, device_for_backend_keys=_CPU
-    )  # type: ignore[call-arg]
-    found.__dict__.update(_attributes(mode))
-    return found
-
-
-@functools.lru_cache(maxsize=1)
-def _attributes(mode: FakeTensorMode) -> dict[str, object]:
-    with torch._C._DisableTorchDispatch():
-        return dict(FakeTensor(mode, torch.empty(0, device="meta"), _CPU).__dict__)
+        if self.operand is None:
+            return blank(mode, self.size, self.stride, self.dtype)
+        operand = operands[self.operand]
+        offset = int(operand.storage_offset()) + self.offset
+        return view(mode, operand.untyped_storage(), offset, self.size, self.stride, self.dtype)
 
 
 _known: dict[Key, _Made | tuple[_Made, ...]] = {}
 # Gradients whose shape depends on the first arguments alone: the others are the place of what was selected.
 _NUM_READ: dict[object, int] = {torch.ops.aten.select_backward.default: 3, torch.ops.aten.slice_backward.default: 3}
 _ALL = 99
+_SELECT = torch.ops.aten.select.int
 # By an operation's id: the number of arguments that its result's shape depends on; 0 if it depends on other things.
 _num_read: dict[int, int] = {}
 # Operations whose result is at a place in memory that is given, or is counted in values of another size.
@@ -89,28 +73,28 @@ def computed(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, obje
     if num_read is None:
         num_read = _num_read[number] = _NUM_READ.get(func, _ALL) if _depends_on_shapes(func) else 0
     if not num_read:
-        return func(*args, **kwargs)
-    if func is torch.ops.aten.select.int and not kwargs and isinstance(args[0], FakeTensor):
+        return by_mode(func, args, kwargs, mode)
+    if func is _SELECT and not kwargs and isinstance(args[0], Blank):
         return _selected(mode, *args)  # type: ignore[arg-type]
+    operands: list[Blank] = []
     try:
-        key: Key = (number, *map(_part, args[:num_read]))
+        key: Key = (number, _parts(args if num_read == _ALL else args[:num_read], operands))
         if kwargs:
-            key += tuple((name, _part(value)) for name, value in kwargs.items())
+            key += (*kwargs, _parts(list(kwargs.values()), []))
     except _Special:
-        return func(*args, **kwargs)
+        return by_mode(func, args, kwargs, mode)
     known = _known.get(key)
     if known is None:
         known = _on_meta(func, args, kwargs)
         if known is None:
-            result = func(*args, **kwargs)
+            result = by_mode(func, args, kwargs, mode)
             try:
-                known = _all_made(result, list(_tensors(args)))
+                known = _all_made(result, operands)
             except _Special:
                 return result
         if len(_known) >= _MOST:
             _known.clear()
         _known[key] = known
-    operands = list(_tensors(args))
     if isinstance(known, tuple):
         return tuple(each.again(operands, mode) for each in known)
     return known.again(operands, mode)
@@ -125,7 +109,7 @@ def _on_meta(
     operands: list[torch.Tensor] = []
 
     def bare(value: object) -> object:
-        if isinstance(value, FakeTensor):
+        if isinstance(value, Blank):
             made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
             operands.append(made)
             return made
@@ -139,11 +123,11 @@ def _on_meta(
         return None
 
 
-def _selected(mode: FakeTensorMode, operand: FakeTensor, dim: int, index: int) -> object:
+def _selected(mode: FakeTensorMode, operand: Blank, dim: int, index: int) -> object:
     """``operand.select(dim, index)``: loops over tokens take every index once."""
     size, stride = list(operand.shape), list(operand.stride())
-    if operand.constant is not None or operand.fake_device != _CPU or not -size[dim] <= index < size[dim]:
-        return torch.ops.aten.select.int(operand, dim, index)
+    if operand.constant is not None or not -size[dim] <= index < size[dim]:
+        return by_mode(_SELECT, (operand, dim, index), {}, mode)
     offset = (index + size[dim] if index < 0 else index) * stride[dim]
     del size[dim], stride[dim]
     return _Made(0, False, tuple(size), tuple(stride), offset, operand.dtype).again([operand], mode)
@@ -160,34 +144,31 @@ def _depends_on_shapes(func: OpOverload) -> bool:
     )
 
 
-def _part(value: object) -> object:
-    """The part of a key that stands for an operand.
+def _parts(values: Sequence[object], operands: list[Blank]) -> Key:
+    """The part of a key that stands for `values`, whose tensors are added to `operands`.
 
     Raises:
-        _Special: if it is more than shapes and plain values.
+        _Special: if one is more than shapes and plain values.
     """
-    if type(value) is FakeTensor:
-        if value.constant is not None or value.fake_device != _CPU:
+    parts: list[object] = []
+    for value in values:
+        if isinstance(value, Blank):
+            if value.constant is not None or value.is_conj() or value.is_neg():
+                raise _Special
+            operands.append(value)
+            parts.append((value.shape, value.stride(), value.dtype))
+        elif isinstance(value, _PLAIN):
+            parts.append((type(value), value))  # 1, 1.0 and True are equal
+        elif isinstance(value, (list, tuple)):
+            parts.append(_parts(value, operands))
+        else:
             raise _Special
-        return value.shape, value.stride(), value.dtype
-    if isinstance(value, _PLAIN):
-        return type(value), value  # 1, 1.0 and True are equal
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_part, value))
-    raise _Special
+    return tuple(parts)
 
 
 def _is_plain(value: torch.Tensor) -> bool:
-    """True for a fake tensor on the CPU without values."""
-    return isinstance(value, FakeTensor) and value.constant is None and value.fake_device == _CPU
-
-
-def _tensors(values: Sequence[object]) -> Iterator[FakeTensor]:
-    for value in values:
-        if isinstance(value, FakeTensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+    """True for a tensor without values."""
+    return isinstance(value, Blank) and value.constant is None
 
 
 def _all_made(result: object, operands: Sequence[torch.Tensor]) -> _Made | tuple[_Made, ...]:

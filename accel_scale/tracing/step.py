@@ -20,6 +20,7 @@ from accel_scale.optimization.head_loss import head_transform
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import TrainingSetup, period_of
 from accel_scale.tracing.adapted import DTYPES, adapted
+from accel_scale.tracing.blanks import blank
 from accel_scale.tracing.cuda_kernels import CudaKernels, recomputing_in_kernels
 from accel_scale.tracing.facts import expert_count
 from accel_scale.tracing.head_operations import HeadOperations
@@ -74,8 +75,7 @@ class FakeStep:
         else:
             self.skeleton.keep(self.chosen, counts_all=counts_all)
             self._prepare(setup)
-        with self.mode:
-            make_fake(self.skeleton.model)
+        make_fake(self.skeleton.model, self.mode)
         self.takes_logits = not facts.num_scores and self._computes_own_logits()
 
     def _computes_own_logits(self) -> bool:
@@ -91,7 +91,7 @@ class FakeStep:
 
         handle = model.base_model.register_forward_hook(begin)
         with plain_masks(), self.mode, torch.no_grad(), self._recorder(), head, self._kernels():
-            model(input_ids=torch.zeros(1, _FEW, dtype=torch.long), use_cache=False)
+            model(input_ids=blank(self.mode, (1, _FEW), None, torch.long), use_cache=False)
         handle.remove()
         return head.is_own
 
@@ -151,9 +151,9 @@ class FakeStep:
         with ExitStack() as stack:
             stack.enter_context(plain_masks())
             stack.enter_context(self.mode)
-            inputs = {"input_ids": torch.zeros(rows, length, dtype=torch.long)}
+            inputs: dict[str, torch.Tensor] = {"input_ids": blank(self.mode, (rows, length), None, torch.long)}
             if setup.is_padded:
-                inputs["attention_mask"] = torch.ones(rows, length, dtype=torch.long)
+                inputs["attention_mask"] = blank(self.mode, (rows, length), None, torch.long)
             stack.enter_context(watched(recorder, layers))
             if self.is_cuda:
                 stack.enter_context(recomputing_in_kernels(model))
@@ -203,8 +203,8 @@ def representatives(skeleton: Skeleton, period: int) -> tuple[list[int], list[in
     return chosen, stands_for, [numbers[kind] for kind in kinds]
 
 
-def make_fake(model: nn.Module) -> None:
-    """Replace weights and buffers on the meta device by fake ones on the CPU; shared ones stay shared."""
+def make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Replace weights and buffers on the meta device by blank ones on the CPU; shared ones stay shared."""
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
@@ -212,9 +212,11 @@ def make_fake(model: nn.Module) -> None:
                 if value is None:
                     continue
                 if id(value) not in made:
-                    fake = torch.empty(value.shape, dtype=value.dtype, device="cpu")
-                    is_weight = isinstance(value, nn.Parameter)
-                    made[id(value)] = nn.Parameter(fake, requires_grad=value.requires_grad) if is_weight else fake
+                    fake = blank(mode, value.shape, value.stride(), value.dtype)
+                    if isinstance(value, nn.Parameter):
+                        fake.requires_grad_(value.requires_grad)
+                        fake._is_param = True
+                    made[id(value)] = fake
                 held[name] = made[id(value)]  # type: ignore[assignment]
 
 

@@ -15,7 +15,7 @@ from accel_scale.planning.cost.timing import TimeEstimate, known_time, predict_t
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.search.model_parallel import families
 from accel_scale.planning.search.plan import Candidate, Plan, Rejection, Request
-from accel_scale.planning.search.settings import open_choices, settings_of, why_not
+from accel_scale.planning.search.settings import open_choices, settings_of, states_exceed, why_not
 from accel_scale.planning.traced.fits import end_progress
 from accel_scale.planning.traced.steps import step_bytes
 from accel_scale.units import format_bytes
@@ -157,8 +157,12 @@ def _fastest(request: Request, choice: ParallelChoice, method: str) -> tuple[Can
         ranks = choice.parallel.data_parallel
         reason = f"{request.global_batch_size} sequences do not divide among {ranks} data-parallel ranks"
         return None, replace(rejection, reason=reason), 0
+    first = None
     for sizes in settings_of(request, choice, method):
         count += len(sizes)
+        first = first or next((setup.checkpointing for setup in sizes), None)
+        if rejection.memory and sizes and sizes[0].checkpointing != first and states_exceed(sizes[0], request):
+            continue  # the first policy has shown it
         # Memory grows with the micro-batch: after the first that does not fit, none of the others can.
         for setup in sizes:
             if (why := why_not(setup, request)) is not None:

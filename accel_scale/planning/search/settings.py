@@ -9,6 +9,7 @@ from accel_scale.facts.loss_chunks import card_logits
 from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.optimizer_specs import LEAN_OPTIMIZERS
 from accel_scale.planning.cost.phases import forward_setup
+from accel_scale.planning.cost.sharding import state_bytes
 from accel_scale.planning.cost.strategies import ParallelChoice, choices, conflict
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.search.model_parallel import sharing_conflict
@@ -28,14 +29,28 @@ def _leanest(request: Request, options: Iterable[ParallelChoice]) -> Iterator[Tr
     """The settings that are tried first for every strategy, method and optimizer."""
     for choice, method in open_choices(request, options):
         if request.global_batch_size % choice.parallel.data_parallel == 0:
-            for sizes in settings_of(request, choice, method):
-                yield from (setup for setup in sizes[:1] if why_not(setup, request) is None)
+            first = None
+            for setup in (sizes[0] for sizes in settings_of(request, choice, method) if sizes):
+                first = first or setup.checkpointing
+                if why_not(setup, request) is None and (
+                    setup.checkpointing == first or not states_exceed(setup, request)
+                ):
+                    yield setup
 
 
 def why_not(setup: TrainingSetup, request: Request) -> str | None:
     """Why the request's recipe cannot run this combination; None if it can."""
     recipe = request.recipe
     return recipe.why_not(setup) or conflict(setup, request.model) or sharing_conflict(setup, request.model, recipe)
+
+
+def states_exceed(setup: TrainingSetup, request: Request) -> bool:
+    """True if weights, gradients and optimizer states alone do not fit, so that no checkpointing policy helps."""
+    if setup.parallel.is_divided:
+        return False
+    states = state_bytes(request.model, setup)
+    kept = states.weight_bytes + states.master_bytes + states.optimizer_bytes
+    return kept + states.gradient_bytes + states.update_bytes > request.machine.gpu.memory_bytes
 
 
 def settings_of(request: Request, choice: ParallelChoice, method: str) -> Iterator[list[TrainingSetup]]:
