@@ -19,7 +19,7 @@ _UNIT, _CHUNK, _TOKENS = 256, 64, (2, 3)
 # At least two rows: some operations only view a single row but copy several.
 _ROWS = (2, 3)
 # Share of a segment's bytes within which two are the same, and within which they are near enough.
-_EXACTLY, _NEARLY = 1e-9, 1e-3
+_EXACTLY, _NEARLY = 1e-9, 2e-3
 # Parts of a segment whose highest points are fitted if its tensors cannot be.
 _PARTS = 8
 Mark = tuple[float, list[float]]
@@ -184,12 +184,12 @@ def _by_mark(few: Sequence[dict[str, Mark]], many: Sequence[dict[str, Mark]], le
 
 
 def _is_right(found: Document, marks: dict[str, Mark], point: Point, within: float = _NEARLY) -> bool:
-    """True if `found` gives what each segment leaves within this share, its highest point within ten times that."""
+    """True if `found` gives what each segment leaves within this share, its highest point within five times that."""
     for name, (net, peaks) in marks.items():
         part, peak = found.get(name), max(peaks)
         if part is None or abs(value_of(part["net"], *point) - net) > within * max(peak, abs(net)):
             return False
-        if abs(max(value_of(polynomial, *point) for polynomial in part["peaks"]) - peak) > 10 * within * peak:
+        if abs(max(value_of(polynomial, *point) for polynomial in part["peaks"]) - peak) > 5 * within * peak:
             return False
     return True
 
