@@ -22,12 +22,13 @@ import pytest
 
 from accel_scale.facts.hardware import Machine, find_gpu
 from accel_scale.facts.names import METHODS
+from accel_scale.planning.cost.memory import MemoryEstimate
 from accel_scale.planning.models.catalogue import load_model_facts
-from accel_scale.planning.models.training_setup import GenerationSetup, LoraSetup
+from accel_scale.planning.models.training_setup import GenerationSetup, LoraSetup, TrainingSetup
 from accel_scale.planning.search.model_parallel import Degrees
 from accel_scale.planning.search.plan import Plan
 from accel_scale.planning.search.recipe_choices import PRETRAIN_PLAN, SFT_PLAN
-from accel_scale.planning.search.search import Request, search
+from accel_scale.planning.search.search import Request, memory_of, search
 
 TABLE = Path(__file__).with_name("planned_choices.json")
 PAIRS = replace(SFT_PLAN, rows_per_example=2, has_reference_model=True)
@@ -144,6 +145,34 @@ def test_what_is_chosen_fits_keeps_the_batch_and_comes_fastest_first(name: str) 
         assert candidate.setup.global_batch_size == asked.global_batch_size
         assert candidate.setup.micro_batch_size % asked.recipe.rows_per_example == 0
         assert all(getattr(candidate.setup, key) == value for key, value in asked.fixed.items() if key != "generation")
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_policies_that_are_left_out_would_not_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where weights, gradients and states alone are too large, one checkpointing policy shows it for all of them."""
+    plan = planned(name)
+    monkeypatch.setattr("accel_scale.planning.search.search.states_exceed", lambda setup, request: False)
+    whole = search(plan.request)
+    assert whole.candidates == plan.candidates
+    assert whole.num_considered == plan.num_considered
+    assert [(r.label, r.method) for r in whole.rejections] == [(r.label, r.method) for r in plan.rejections]
+
+
+def test_no_policy_is_traced_for_states_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """30 layers of a 26B model and its fp32 states on one card."""
+    policies = set()
+
+    def noted(request: Request, setup: TrainingSetup) -> MemoryEstimate:
+        policies.add((setup.checkpointing, setup.precision))
+        return memory_of(request, setup)
+
+    monkeypatch.setattr("accel_scale.planning.search.search.memory_of", noted)
+    search(
+        Request(
+            load_model_facts("google/gemma-4-26B-A4B"), machine("H100"), methods=("full",), strategies=("one GPU",)
+        )
+    )
+    assert policies == {("full", "bf16")}
 
 
 def write() -> None:

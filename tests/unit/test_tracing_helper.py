@@ -131,6 +131,21 @@ def test_a_step_of_another_size_hardly_needs_the_fake_mode(monkeypatch: pytest.M
     assert operations["of the mode"] < 0.05 * operations["all"]
 
 
+def test_torch_asks_no_tensor_of_a_step_for_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of fake tensors on another device, it asks twice for every operation."""
+    asked: list[object] = []
+    dispatch = recording.Recorder.__torch_dispatch__
+
+    def counted(self, func, types, args=(), kwargs=None):
+        asked.extend([func] if func is torch.ops.prim.device.default else [])
+        return dispatch(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(recording.Recorder, "__torch_dispatch__", counted)
+    with _quiet():
+        FakeStep(facts_for("gemma2"), SETUPS["full"], is_cuda=True, is_tracked=False).run(2, 32)
+    assert asked == []
+
+
 PLACES = {
     "select": lambda a, place: a.select(1, place),
     "negative select": lambda a, place: a.select(-1, place - 4),
@@ -197,7 +212,7 @@ def test_a_step_has_the_same_events_with_torchs_own_cache(
     def events() -> dict[str, list[int]]:
         step = FakeStep(facts_for(model_type), SETUPS[setup], is_cuda=True, is_tracked=False)
         # What autocast's cache holds is freed in no fixed order.
-        return {name: sorted(found) if name == "leave" else found for name, found in step.run(2, 64).items()}
+        return {name: sorted(found) if name == "leave" else found for name, found in step.run(2, 16).items()}
 
     events()
     found = events()
