@@ -1,6 +1,6 @@
 """How long the first plan of a model takes that is not modelled by hand, and how long the next one.
 
-    python benchmarks/plan_times.py               # all of CONFIGS, about ten minutes; writes results/plan_times.md
+    python benchmarks/plan_times.py               # all of CONFIGS, about five minutes; writes results/plan_times.md
     python benchmarks/plan_times.py --only rwkv   # prints the rows
 
 Every plan is a process of its own: `accel-scale plan` of a config.json with everything open, on one H100. The first
@@ -18,18 +18,23 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from machine import machine
 
 RESULTS = Path(__file__).parent / "results" / "plan_times.md"
 _DENSE = {"hidden_size": 4096, "num_hidden_layers": 32}
 _STATES = {"hidden_size": 4096, "num_hidden_layers": 64}
-CONFIGS: dict[str, dict[str, int]] = {
-    "afmoe": {}, "apertus": {}, "bamba": {}, "exaone4": _DENSE, "falcon_h1": {}, "falcon_mamba": _STATES,
-    "gemma4_text": {**_DENSE, "intermediate_size": 14336}, "granitemoehybrid": {}, "jamba": {"num_hidden_layers": 8},
-    "lfm2": _DENSE, "llama4_text": {"num_hidden_layers": 8}, "mamba": _STATES, "mamba2": _STATES,
-    "minimax": {"num_hidden_layers": 8}, "nemotron_h": {"hidden_size": 4096, "intermediate_size": 21504},
-    "olmo_hybrid": {}, "persimmon": {}, "qwen3_5_text": _DENSE, "qwen3_next": {"num_hidden_layers": 8},
+CONFIGS: dict[str, dict[str, Any]] = {
+    "afmoe": {}, "apertus": {}, "bailing_hybrid": {"num_experts": 20}, "bamba": {},
+    "deepseek_v4": {"n_routed_experts": 6, "num_hidden_layers": 26}, "exaone4": _DENSE, "falcon_h1": {},
+    "falcon_mamba": _STATES, "gemma3n_text": {}, "gemma4_text": {**_DENSE, "intermediate_size": 14336},
+    "glm5_next": {"text_config": {"n_routed_experts": 8, "num_hidden_layers": 16}}, "granitemoehybrid": {},
+    "hrm_text": {}, "hy_v4": {"n_routed_experts": 24}, "jamba": {"num_hidden_layers": 8},
+    "kimi_linear": {"num_experts": 32}, "lfm2": _DENSE, "llama4_text": {"num_hidden_layers": 8}, "mamba": _STATES,
+    "mamba2": _STATES, "minimax": {"num_hidden_layers": 8},
+    "nemotron_h": {"hidden_size": 4096, "intermediate_size": 21504}, "olmo_hybrid": {}, "persimmon": {},
+    "qwen3_5_text": _DENSE, "qwen3_next": {"num_hidden_layers": 8},
     "recurrent_gemma": {**_DENSE, "num_attention_heads": 16, "intermediate_size": 24576}, "rwkv": _DENSE,
     "seed_oss": {"num_hidden_layers": 16}, "xlstm": {}, "zamba": {}, "zamba2": {},
 }  # fmt: skip

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.traced import Document
@@ -42,28 +43,49 @@ def fit_segments(
             if found is not None:
                 return *found, False
         return _of_few_tokens(step), None, False
-    windows = [window for window in windows_of(facts.traced_config) if window < setup.sequence_length]
-    longest = max(windows, default=0)
-    # The first, second and last chunks of a loop may differ from the others.
-    for unit, shortest in ((_CHUNK, 4), (_UNIT, 2)) if loops == "chunks" else ((_UNIT, 2),):
-        if shortest * unit <= longest:  # the shortest length is longer than the windows
-            unit = _UNIT * (longest // (shortest * _UNIT) + 1)
-        if facts.max_positions and (shortest + 4) * unit > facts.max_positions:
-            unit = max(1, facts.max_positions // (shortest + 4))  # learned positions limit the length
-        found = _by_points(step, unit, shortest)
+    unit, (beyond, most) = 0, _bounds(facts, setup.sequence_length)
+    for unit, shortest in _units(beyond, most, loops):
+        found = _by_points(step, unit, shortest, most)
         if found is not None:
             return *found, False
-    found_by_mark = _by_marks(step, unit)
+    found_by_mark = _by_marks(step, unit) if unit else None
     if found_by_mark is not None:
         return found_by_mark, None, False
     return *_at_length(step, setup.sequence_length), True
 
 
-def _by_points(step: FakeStep, unit: int, shortest: int = 2) -> tuple[Document, Document | None] | None:
+def _bounds(facts: ModelFacts, length: int) -> tuple[int, int]:
+    """Lengths of rows with the same operations as rows of `length`: more than the first, at most the second.
+
+    Operations of rows longer than a window differ from those of shorter ones; learned positions limit the length.
+    """
+    windows = windows_of(facts.traced_config)
+    beyond = max((window for window in windows if window < length), default=0)
+    most = min((window for window in windows if window >= length), default=sys.maxsize)
+    return beyond, min(most, facts.max_positions or sys.maxsize)
+
+
+def _units(beyond: int, most: int, loops: str) -> Iterator[tuple[int, int]]:
+    """Units of the lengths that are run, and how many of them the shortest has."""
+    # The first, second and last chunks of a loop may differ from the others.
+    for unit, shortest in ((_CHUNK, 4), (_UNIT, 2)) if loops == "chunks" else ((_UNIT, 2),):
+        if shortest * unit <= beyond:
+            unit = _UNIT * (beyond // (shortest * _UNIT) + 1)
+        if (shortest + 4) * unit > most:
+            unit = max(1, most // (shortest + 4))
+            unit -= unit % _CHUNK if unit > _CHUNK else 0
+        if shortest * unit > beyond:
+            yield unit, shortest
+
+
+def _by_points(
+    step: FakeStep, unit: int, shortest: int = 2, most: int = sys.maxsize
+) -> tuple[Document, Document | None] | None:
     """Segments of several rows and of one, from a few sizes each and a longer one that verifies them, or None.
 
     Args:
         shortest: Number of units in the shortest length.
+        most: The longest length that may be run.
     """
     many, within = _of_rows(step, (2, 3, 5, 4), unit, shortest)
     if many is None:
@@ -75,6 +97,8 @@ def _by_points(step: FakeStep, unit: int, shortest: int = 2) -> tuple[Document, 
     if not _is_right(many, _marks(step.run(*several)), several, within):
         return None
     for size in (unit, 2 * unit):  # in longer rows, another operation may need the most
+        if (shortest + 3) * size > most:
+            break
         one, within = _of_rows(step, (1, 1, 1, 1), size, shortest)
         if one is not None and _is_right(one, alone, single, within):
             return many, one

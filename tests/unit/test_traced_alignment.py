@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig
 
-from accel_scale.planning.models.model_config import facts_from_config
 from accel_scale.planning.models.traced import facts_of_any
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.traced.polynomials import fitted, value_of
 from accel_scale.planning.traced.steps import marks_of
 from accel_scale.tracing.alignment import Run, are_alike, by_event, by_loop
-from accel_scale.tracing.fits import _LOOPING, _by_points, _of_rows, fit_segments
+from accel_scale.tracing.fits import _LOOPING, _by_points, _of_rows
 from accel_scale.tracing.service import traced_fit
 from accel_scale.tracing.step import FakeStep, Layers
 
@@ -174,34 +172,6 @@ def test_of_a_loop_whose_ends_differ_the_highest_point_is_exact() -> None:
         assert value_of(many["backward 0"]["net"], *point) == pytest.approx(sum(events))
         peak = max(value_of(polynomial, *point) for polynomial in many["backward 0"]["peaks"])
         assert peak == pytest.approx(max(itertools.accumulate(events)), rel=1e-9)
-
-
-class Compressing:
-    """A step that keeps one entry for every whole block of 128 tokens, and whose masks make it look like a loop."""
-
-    chosen = (0,)
-
-    def __init__(self) -> None:
-        self.sizes: list[tuple[int, int]] = []
-
-    def run(self, rows: int, length: int) -> Run:
-        self.sizes.append((rows, length))
-        return {"forward 0": [96 * rows * length, 640 * rows * (length // 128), -32 * rows * length]}
-
-    def forward_allocations(self, rows: int, length: int, at_most: int = sys.maxsize) -> int:
-        return min(9 + length // 32, at_most + 1)
-
-
-def test_beyond_a_window_blocks_are_whole() -> None:
-    """A window of 512 tokens needs lengths of more; multiples of 64 would end in the middle of a block."""
-    step: Any = Compressing()
-    facts = replace(facts_from_config({"model_type": "llama", **SIZES}, name="it"), max_positions=0)
-    facts = replace(facts, traced_config='{"index_topk": 512, "is": "compressing"}')
-    many, one, exact = fit_segments(step, facts, TrainingSetup(sequence_length=2048), False)
-    assert (one, exact) == (None, False)
-    assert {length % 256 for _, length in step.sizes} == {0}
-    assert min(length for _, length in step.sizes) > 512
-    assert value_of(many["forward 0"]["net"], 4, 8192) == pytest.approx(sum(step.run(4, 8192)["forward 0"]))
 
 
 def test_runs_of_other_layers_are_not_fitted_together() -> None:

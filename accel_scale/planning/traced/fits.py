@@ -16,9 +16,10 @@ from accel_scale.planning.models.training_setup import TrainingSetup
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-_WINDOWS = (
-    "sliding_window", "attention_chunk_size", "window_size", "local_attention", "index_topk", "indexer_budget"
-)  # fmt: skip
+# transformers masks rows of a window's length, too (`_ignore_causal_mask_sdpa`); an indexer chooses among more than
+# it takes.
+_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "local_attention")
+_CHOSEN = ("index_topk", "indexer_budget")
 # Key in a model's fits: some setting has no fit for all lengths, so that each length has its own.
 _EXACT = "exact"
 
@@ -132,5 +133,6 @@ def windows_of(text: str) -> tuple[int, ...]:
     """Lengths beyond which a config's model attends differently."""
     config = json.loads(text)
     parts = [config, *(value for value in config.values() if isinstance(value, dict))]
-    found = {part[name] for part in parts for name in _WINDOWS if isinstance(part.get(name), int)}
+    found = {part[name] - 1 for part in parts for name in _WINDOWS if isinstance(part.get(name), int)}
+    found |= {part[name] for part in parts for name in _CHOSEN if isinstance(part.get(name), int)}
     return tuple(sorted(found))
