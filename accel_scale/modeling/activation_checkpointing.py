@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from accel_scale.errors import ConfigError
+from accel_scale.errors import ConfigError, NotRunError
 from accel_scale.facts.checkpointing import NOT_REENTRANT, SEGMENTS, SUBLAYERS, layers_at_once, refuse_too_few_layers
 from accel_scale.modeling.activation_offload import checkpoint_with_offload
 from accel_scale.modeling.recomputing.policies import CheckpointingPolicy as CheckpointingPolicy
@@ -93,7 +93,7 @@ def _apply_to_hf(model: Any, policy: CheckpointingPolicy, use_reentrant: bool) -
         return layers
     name = type(model).__name__
     if not model.supports_gradient_checkpointing or not layers:
-        raise ConfigError(
+        raise NotRunError(
             f"{name} does not support activation checkpointing in transformers.",
             place="--checkpointing_policy",
             fix="use none, or name the stack of blocks: apply_checkpointing(…, blocks='…').",

@@ -248,7 +248,9 @@ def nothing_fits(plan: Plan) -> list[str]:
     if miss is None or miss.setup is None:
         return ["Nothing that was asked for can run."]
     lines = [f"Nothing fits. Nearest: {miss.label}, {miss.method}, {interval(miss)} per GPU: {miss.reason}"]
-    found = [_change(plan.request, flag, setup) for flag, setup in cheapest_changes(plan.request, miss.setup)]
+    is_open = "checkpointing" not in plan.request.fixed
+    changes = cheapest_changes(plan.request, miss.setup, policy_is_open=is_open)
+    found = [_change(plan.request, flag, setup) for flag, setup in changes]
     found += _other_recipe(plan.request)
     if not found:
         found = _more_gpus(plan.request)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from accel_scale.errors import ConfigError
+from accel_scale.errors import ConfigError, NotRunError
 from accel_scale.planning.cost.communication import step_collectives
 from accel_scale.planning.cost.memory import MemoryEstimate, predict_memory
 from accel_scale.planning.cost.timing import TimeEstimate, known_time
@@ -109,8 +109,13 @@ class RunPlan:
         texts = self._changes(self.setup)
         if texts:
             return f"{', or '.join(texts)}."
+        try:
+            high = memory_on(self.target, self.facts, smallest).least_bytes
+        except NotRunError:  # the class is not recomputed
+            policy = self.setup.checkpointing
+            smallest = replace(smallest, checkpointing=policy)
+            high = memory_on(self.target, self.facts, smallest).least_bytes
         first = self._change_text(_BATCH_FLAG, smallest) + f" --checkpointing_policy {policy}"
-        high = memory_on(self.target, self.facts, smallest).least_bytes
         if high <= self.limit_bytes:
             return f"{first} ({format_bytes(high)})."
         texts = self._changes(smallest)

@@ -6,7 +6,7 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from accel_scale.errors import ConfigError
+from accel_scale.errors import ConfigError, NotRunError
 from accel_scale.facts.names import AUTO_POLICIES
 from accel_scale.modeling.activation_checkpointing import CheckpointingPolicy, apply_checkpointing
 from accel_scale.planning.cost.strategies import conflict
@@ -101,14 +101,21 @@ def _settled(
             )
         one.set_checkpointing("full", "derived: default on an accelerator without a plan")
         return "checkpointing: full, because nothing is planned"
+    asked = (launch, model_config, attention, target_of(settings, launch), shared)
+    least = "full"
     try:
-        plan = planned_as(one, launch, model_config, attention, target_of(settings, launch), shared)
+        try:
+            plan = planned_as(one, *asked)
+        except NotRunError:  # a class that is not recomputed
+            least = "none"
+            one.set_checkpointing(least, "derived: the model's class has no checkpointing")
+            plan = planned_as(one, *asked)
         fitting = [found for policy in AUTO_POLICIES if (found := _with_policy(plan, policy)) is not None]
     except ConfigError as error:
         one.set_checkpointing("full", "derived: default on an accelerator without a plan")
         return f"checkpointing: full, because this run cannot be planned: {error.problem}"
     if not fitting:
-        one.set_checkpointing("full", "derived: default on an accelerator")
+        one.set_checkpointing(least, "derived: default on an accelerator")
         return None  # the plan refuses the run, or padded rows turn out short enough
     is_timed = all(found.time is not None for found in fitting)
     first, *rest = sorted(fitting, key=_step_seconds) if is_timed else fitting
@@ -127,7 +134,10 @@ def _with_policy(plan: RunPlan, policy: str) -> RunPlan | None:
     setup, machine = replace(plan.setup, checkpointing=policy), plan.target.machine
     if conflict(setup, plan.facts) or sharing_conflict(setup, plan.facts):
         return None
-    memory = memory_on(plan.target, plan.facts, setup)
+    try:
+        memory = memory_on(plan.target, plan.facts, setup)
+    except NotRunError:
+        return None
     if problem_of(machine, setup, memory) is not None:
         return None
     return replace(plan, setup=setup, memory=memory, time=known_time(plan.facts, setup, machine))

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
-from accel_scale.errors import ConfigError
+from accel_scale.errors import ConfigError, NotRunError
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.traced import Document
 from accel_scale.planning.models.training_setup import TrainingSetup
@@ -74,6 +74,8 @@ def traced_fit(
                 step = FakeStep(facts, setup, is_cuda=is_cuda, is_tracked=is_tracked, layers=layers)
                 segments, one_row, exact = fit_segments(step, facts, setup, is_exact)
             break
+        except NotRunError as error:  # the class is not recomputed
+            return {"refused": error.problem, "fix": "use --checkpointing_policy none.", "exact": False}
         except ConfigError:
             raise
         except Exception as error:  # raised by the model's own code

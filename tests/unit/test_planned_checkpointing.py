@@ -102,6 +102,23 @@ def test_what_fits_no_card_keeps_the_default_for_the_plan_to_refuse(folder: Any)
     assert (str(settings.checkpointing), settings.next_policies, lines) == ("full", (), [])
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("card", "sources"), [("24GiB", "planned: the least"), ("1GiB", "derived: default")])
+def test_of_a_class_without_checkpointing_nothing_is_recomputed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: str, sources: str
+) -> None:
+    """JetMoE's class refuses every other policy, so `full` would end the run."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shape = {"hidden_size": 512, "num_hidden_layers": 2, "intermediate_size": 512, "num_key_value_heads": 4,
+             "kv_channels": 32, "vocab_size": 32000, "num_attention_heads": 8}  # fmt: skip
+    AutoConfig.for_model("jetmoe", **shape).save_pretrained(tmp_path)
+    flags = f"--max_length 512 --per_device_train_batch_size 4 --attn_implementation sdpa --plan_gpu {card}"
+    settings, lines = settled(tmp_path, flags)
+    assert (str(settings.checkpointing), settings.next_policies) == ("none", ())
+    assert settings.sources["checkpointing_policy"].startswith(sources)
+    assert len(lines) == (card == "24GiB")
+
+
 def test_what_the_user_set_wins(folder: Any) -> None:
     name, flags = MODELS["135M"]
     for given, policy in {

@@ -251,6 +251,17 @@ def test_nearest_miss_and_changes_that_fit():
         assert conflict(setup) is None
 
 
+def test_another_method_may_come_with_another_policy_if_that_is_open():
+    """LoRA on 8B fits a 4090 only if its layers are recomputed."""
+    asked = request("Llama-3.1-8B", "4090", strategies=("one GPU",))
+    miss = replace(search(asked).nearest_miss.setup, checkpointing="none")
+    fixed = dict(cheapest_changes(asked, miss))
+    free = dict(cheapest_changes(asked, miss, policy_is_open=True))
+    assert "--method" not in fixed or fixed["--method"].method == "qlora"
+    assert (free["--method"].method, free["--method"].checkpointing) == ("lora", "full")
+    assert fits(asked, free["--method"])
+
+
 def test_choices_grow_with_the_machine():
     alone = [choice.label for choice in choices(1, 8)]
     assert alone == ["one GPU", "ZeRO-2 + CPU offload", "ZeRO-3 + CPU offload", "ZeRO-Infinity"]

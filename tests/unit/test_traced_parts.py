@@ -277,6 +277,24 @@ def test_a_precision_that_the_class_cannot_compute_is_refused_and_the_others_are
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_class_without_checkpointing_is_planned_without(tmp_path: Path) -> None:
+    """JetMoE's, whose layers transformers does not recompute; nobody asked for that."""
+    from accel_scale.reporting.plan_tables import nothing_fits
+
+    shape = {"model_type": "jetmoe", "hidden_size": 512, "num_hidden_layers": 3, "intermediate_size": 512,
+             "num_key_value_heads": 4, "kv_channels": 32, "vocab_size": 32000, "num_attention_heads": 8}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    wish = {"method": "full", "max_length": 256, "global_batch_size": 4}
+    for num_gpus in (1, 2):
+        found = plan(str(tmp_path), gpu="24GiB", num_gpus=num_gpus, **wish)
+        assert {candidate.setup.checkpointing for candidate in found.candidates} == {"none"}
+    assert nothing_fits(plan(str(tmp_path), gpu="0.5GiB", **wish))[0].startswith("Nothing fits. Nearest: ")
+    asked = {"checkpointing_policy": "full", **wish}
+    with pytest.raises(NotRunError, match=r"does not support activation .* Fix: use --checkpointing_policy none"):
+        plan(str(tmp_path), gpu="24GiB", **asked)
+
+
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
 def test_a_forward_pass_that_is_ended_changes_no_later_run(share: float) -> None:
     facts = small("ernie4_5", num_key_value_heads=2, head_dim=16)

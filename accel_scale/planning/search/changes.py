@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from accel_scale.errors import NotRunError
 from accel_scale.facts import hardware
 from accel_scale.facts.methods import METHOD_FACTS
 from accel_scale.facts.optimizer_specs import LEAN_OPTIMIZERS
@@ -15,8 +16,19 @@ from accel_scale.planning.search.settings import why_not
 _ADAPTER_METHODS = tuple(name for name, facts in METHOD_FACTS.items() if facts.trains_adapters)
 
 
-def cheapest_changes(request: Request, setup: TrainingSetup, count: int = 3) -> list[tuple[str, TrainingSetup]]:
-    """Up to `count` single changes to `setup` that would make it fit, cheapest in time first."""
+def cheapest_changes(
+    request: Request, setup: TrainingSetup, count: int = 3, *, policy_is_open: bool = False
+) -> list[tuple[str, TrainingSetup]]:
+    """Up to `count` single changes to `setup` that would make it fit, cheapest in time first.
+
+    Args:
+        policy_is_open: Whether the checkpointing policy may change, too, because nobody asked for it.
+    """
+    policies = dict.fromkeys(("full", setup.checkpointing) if policy_is_open else (setup.checkpointing,))
+    methods = [m for m in _ADAPTER_METHODS if m != setup.method]
+    other_methods = [
+        replace(setup, method=m, checkpointing=p, reference_model=False) for p in policies for m in methods
+    ]
     changes = [
         ("--per_device_train_batch_size", _smaller_batches(setup, request.recipe.rows_per_example)),
         ("--sync_each_batch", [replace(setup, sync_each_batch=True)] if setup.accumulation > 1 else []),
@@ -26,7 +38,7 @@ def cheapest_changes(request: Request, setup: TrainingSetup, count: int = 3) -> 
         ),
         ("--long_rows", [replace(setup, long_rows=True, checkpointing=p) for p in (setup.checkpointing, "offload")]),
         ("--optim", [replace(setup, optimizer=o) for o in reversed(LEAN_OPTIMIZERS[1:])]),
-        ("--method", [replace(setup, method=m, reference_model=False) for m in _ADAPTER_METHODS if m != setup.method]),
+        ("--method", other_methods),
     ]
     options = choices(request.machine.num_gpus, request.machine.gpus_per_node)
     launch = [replace(setup, parallel=c.parallel) for c in options if c.parallel != setup.parallel]
@@ -37,7 +49,10 @@ def cheapest_changes(request: Request, setup: TrainingSetup, count: int = 3) -> 
         for changed in setups:
             if changed == setup or why_not(changed, request) is not None:
                 continue
-            memory = memory_of(request, changed)
+            try:
+                memory = memory_of(request, changed)
+            except NotRunError:
+                continue
             if problem_of(request.machine, changed, memory) is None:
                 time = time_of(request, changed)
                 fitting.append((time.step_seconds if time else 0.0, len(fitting), flag, changed))

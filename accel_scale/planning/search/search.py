@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterable
@@ -110,12 +111,13 @@ def _has_long_rows(request: Request) -> bool:
     """True if one row takes so much of a card that it should be shared."""
     fixed = {name: value for name, value in request.fixed.items() if name != "micro_batch_size"}
     setup = TrainingSetup(**{"checkpointing": "full", **fixed, "sequence_length": request.sequence_length})
-    setup = replace(setup, precision="fp32" if setup.precision == "fp32" else "bf16_true")
-    try:
-        step = step_bytes(request.model, setup, is_cuda=request.is_cuda)
-    except NotRunError:  # other precisions may run
-        step = step_bytes(request.model, replace(setup, precision="bf16"), is_cuda=request.is_cuda)
-    return max(step.forward_bytes, step.loss_bytes) > _LONG_ROWS * request.machine.gpu.memory_bytes
+    precisions = ("fp32",) if setup.precision == "fp32" else ("bf16_true", "bf16")
+    for policy, precision in itertools.product(dict.fromkeys((setup.checkpointing, "none")), precisions):
+        tried = replace(setup, checkpointing=policy, precision=precision)
+        with contextlib.suppress(NotRunError):  # others may run
+            step = step_bytes(request.model, tried, is_cuda=request.is_cuda)
+            return max(step.forward_bytes, step.loss_bytes) > _LONG_ROWS * request.machine.gpu.memory_bytes
+    return False
 
 
 def _plan(request: Request, found: list[Candidate], rejected: list[Rejection], considered: int) -> Plan:
@@ -160,8 +162,7 @@ def _fastest(request: Request, choice: ParallelChoice, method: str) -> tuple[Can
     first = None
     for sizes in settings_of(request, choice, method):
         count += len(sizes)
-        first = first or next((setup.checkpointing for setup in sizes), None)
-        if rejection.memory and sizes and sizes[0].checkpointing != first and states_exceed(sizes[0], request):
+        if first and sizes and sizes[0].checkpointing != first and states_exceed(sizes[0], request):
             continue  # the first policy has shown it
         # Memory grows with the micro-batch: after the first that does not fit, none of the others can.
         for setup in sizes:
@@ -173,6 +174,7 @@ def _fastest(request: Request, choice: ParallelChoice, method: str) -> tuple[Can
             except NotRunError as error:
                 errors.append(error)
                 break
+            first = first or setup.checkpointing
             if (problem := problem_of(request.machine, setup, memory)) is not None:
                 if rejection.memory is None or memory.least_bytes < rejection.memory.least_bytes:
                     rejection = Rejection(choice.label, method, problem, setup, memory)

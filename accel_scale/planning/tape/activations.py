@@ -113,7 +113,7 @@ def _walk(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: bo
         state.entry.grad = state.entry.node = None
     # `peaks`: loss and its backward, each layer from the last to the first, embedding.
     passes = peaks[1:] or peaks
-    alone = [peak - earlier + gradients[0] for peak, earlier in zip(passes, gradients, strict=False)]
+    alone = [peak - before + gradients[0] for peak, before in zip(passes, gradients, strict=False)]
     top, top_alone = max(passes[:edge]), max(alone[:edge])
     bottom = max(passes[-edge - 1 :] if edge else passes)
     return StepBytes(saved, forward + earlier, peaks[0] + earlier, top, top_alone, bottom, meter.live_bytes)

@@ -73,7 +73,7 @@ def fit_of(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, is_tracked: b
         write_trace(text, {"fits": {**read_trace(text).get("fits", {}), **new}})
     if "refused" in fit:
         fix = "leave it to the start check, or plan with another precision or with a model of similar shape."
-        raise NotRunError(fit["refused"], place=model.name, fix=fix)
+        raise NotRunError(fit["refused"], place=model.name, fix=fit.get("fix", fix))
     return fit
 
 
