@@ -23,11 +23,13 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
 def adapted(skeleton: Skeleton, setup: TrainingSetup, *, is_cuda: bool) -> nn.Module:
-    """The model with PEFT's adapters, in the dtype used in training.
+    """The model with PEFT's adapters, in the dtype used in training; without targets, only frozen.
 
     Raises:
         ConfigError: if PEFT cannot adapt it.
     """
+    if not setup.lora.targets and not setup.lora.full_modules:
+        return _frozen(skeleton.model, setup)
     import peft
     from peft.tuners.lora.layer import ParamWrapper
 
@@ -66,6 +68,16 @@ def adapted(skeleton: Skeleton, setup: TrainingSetup, *, is_cuda: bool) -> nn.Mo
     return model.train()
 
 
+def _frozen(model: PreTrainedModel, setup: TrainingSetup) -> nn.Module:
+    """The model as it answers: nothing is trained, and all linears but the head are quantised if the base is."""
+    model.requires_grad_(False)
+    head, compute = model.get_output_embeddings(), DTYPES[setup.compute_bytes]
+    for module in model.modules() if setup.quantises_base else ():
+        if isinstance(module, nn.Linear) and module is not head:
+            vars(module)["forward"] = functools.partial(_nf4_product, module, compute)
+    return model.train()
+
+
 def _quantise(model: nn.Module, compute: torch.dtype, *, leaves_casts: bool) -> None:
     """Make adapted linears run like bitsandbytes' 4-bit layers, which dequantise their weights when needed."""
     from peft.tuners.lora import LoraLayer
@@ -91,8 +103,12 @@ class _Nf4Product(torch.autograd.Function):
         return grad @ torch.empty_like(ctx.weight, dtype=grad.dtype), None, None
 
 
-def _nf4_forward(base: nn.Linear, compute: torch.dtype, x: torch.Tensor) -> torch.Tensor:
+def _nf4_product(base: nn.Linear, compute: torch.dtype, x: torch.Tensor) -> torch.Tensor:
     bias = None if base.bias is None else base.bias.to(compute)
     result: torch.Tensor = _Nf4Product.apply(x.to(compute), base.weight, bias)
+    return result.to(x.dtype)
+
+
+def _nf4_forward(base: nn.Linear, compute: torch.dtype, x: torch.Tensor) -> torch.Tensor:
     # PEFT copies a 4-bit layer's output before it adds the adapter's.
-    return result.to(x.dtype).clone()
+    return _nf4_product(base, compute, x).clone()

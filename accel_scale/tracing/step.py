@@ -174,7 +174,8 @@ class FakeStep:
                 recorder.mark("leave")
             recorder.mark("head")
             recorder.is_backward = True
-            loss.backward()
+            if loss.requires_grad:
+                loss.backward()
             del loss
         return {name: list(events) for name, events in recorder.segments.items()}
 

@@ -83,6 +83,40 @@ def test_answering_counts_weights_and_cache():
         assert found.device_bytes > found.weight_bytes + found.cache_bytes + found.pass_bytes
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_answering_with_a_traced_model_takes_what_a_modelled_one_takes(tmp_path, monkeypatch):
+    """The same class, from its source and from its operations, as a frozen base without adapters."""
+    from transformers import AutoConfig
+
+    from accel_scale.planning.cost.inference import inference_memory as needs
+    from accel_scale.planning.models.model_config import facts_from_config
+    from accel_scale.tracing.service import facts_of
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 2048, "head_dim": 64,
+             "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+    config = json.loads(json.dumps(AutoConfig.for_model("qwen3", **shape).to_dict(), default=str))
+    modelled, traced = facts_from_config(config, name="modelled"), facts_of(config, name="traced", place="here")
+    for length in (256, 4096):
+        pairs = zip(needs(modelled, batch=4, length=length), needs(traced, batch=4, length=length), strict=True)
+        for expected, found in pairs:
+            assert found.weight_bytes == expected.weight_bytes
+            assert found.cache_bytes == expected.cache_bytes
+            assert found.pass_bytes == pytest.approx(expected.pass_bytes, rel=0.1)
+
+
+def test_answering_with_a_class_without_checkpointing(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    shape = {"model_type": "jetmoe", "hidden_size": 256, "num_hidden_layers": 3, "intermediate_size": 256,
+             "num_key_value_heads": 4, "kv_channels": 32, "vocab_size": 2048, "num_attention_heads": 8}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    sixteen, four = inference_memory(str(tmp_path), batch=4, length=512)
+    for found in (sixteen, four):
+        assert found.cache_bytes <= 4 * 512 * 3 * 2 * 4 * 32 * 2
+        assert 0 < found.pass_bytes < 100 * 2**20
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
+from accel_scale.errors import NotRunError
 from accel_scale.planning.models.model_facts import ModelFacts
 from accel_scale.planning.models.training_setup import TrainingSetup
 from accel_scale.planning.tape.activations import ShadowModel, walked_layers
@@ -100,8 +101,14 @@ def _draw(ops: Ops, model: ModelFacts, setup: TrainingSetup, x: Tensor) -> None:
 
 
 def _of_trace(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, draws: bool) -> ForwardBytes:
-    """Marks from a trace with all layers recomputed, whose forward pass keeps only the layers' inputs."""
-    fit = fit_of(model, replace(setup, checkpointing="full"), is_cuda, False)
+    """Marks from a trace with all layers recomputed, whose forward pass keeps only the layers' inputs.
+
+    Of a class that is not recomputed, every layer keeps for a moment what its backward pass would need.
+    """
+    try:
+        fit, is_kept = fit_of(model, replace(setup, checkpointing="full"), is_cuda, False), False
+    except NotRunError:
+        fit, is_kept = fit_of(model, setup, is_cuda, False), True
     rows, length = setup.micro_batch_size, setup.sequence_length
     peaks, nets = marks_of(fit, rows, length)
     hidden = rows * length * fit["hidden_size"] * fit["hidden_bytes"]
@@ -109,7 +116,7 @@ def _of_trace(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, draws: boo
     for index in fit["stands_for"]:
         layers = max(layers, live + peaks[f"forward {index}"])
         # The layer's input is freed; weights cast for autocast stay.
-        live += nets[f"forward {index}"] - hidden
+        live += 0.0 if is_kept else nets[f"forward {index}"] - hidden
     tape = Tape(autocast_bytes=setup.compute_bytes if setup.autocast else None, is_cuda=is_cuda)
     ops = Ops(tape)
     with tape.muted():
