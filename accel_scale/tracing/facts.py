@@ -94,7 +94,8 @@ def _whole(
         layers=layers,
         final_norm_params=hidden,
         head_bias=has_bias,
-        max_positions=int(_first(config, ("max_position_embeddings", "n_positions", "max_seq_len")) or 0),
+        # XLNet's -1 means that there is no limit.
+        max_positions=max(0, _first(config, ("max_position_embeddings", "n_positions", "max_seq_len")) or 0),
         attention_dropout=max([float(getattr(config, key, 0) or 0) for key in DROPOUTS], default=0.0),
         logit_softcap=head_transform(config)[0] is not None,
         attention_softcap=getattr(config, "attn_logit_softcapping", None) is not None,

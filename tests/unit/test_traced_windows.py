@@ -96,3 +96,16 @@ def test_beyond_a_window_blocks_are_whole() -> None:
     assert {length % 256 for _, length in step.sizes} == {0}
     assert min(length for _, length in step.sizes) > 512
     assert value_of(many["forward 0"]["net"], 4, 8192) == pytest.approx(sum(step.run(4, 8192)["forward 0"]))
+
+
+def test_a_model_without_a_limit_is_run_at_the_usual_lengths() -> None:
+    """XLNet says -1 positions; a few tokens would not show which operation needs the most in longer rows."""
+    shape = {"d_model": 64, "n_layer": 3, "n_head": 4, "d_inner": 256, "vocab_size": 512}
+    config = AutoConfig.for_model("xlnet", **shape).to_dict()
+    facts = facts_of_any(json.loads(json.dumps(config, default=str)), name="small")
+    assert facts.max_positions == 0
+    setup = TrainingSetup(packing=False, checkpointing="none", sequence_length=256)
+    fit = traced_fit(facts, setup, is_cuda=False, is_tracked=True)
+    peaks, _ = marks_of(fit, 2, 256)
+    run = FakeStep(facts, setup, is_cuda=False, is_tracked=True).run(2, 256)
+    assert peaks["backward 1"] == pytest.approx(max(itertools.accumulate(run["backward 1"])), rel=1e-6)

@@ -25,7 +25,7 @@ _TRACER = "accel_scale.tracing.service"
 _HELPER = "accel_scale.tracing.helper"
 _VERSIONED = ("torch", "transformers", "peft", "accel-scale")
 # Incremented when what is cached or shipped changes.
-FORMAT = 10
+FORMAT = 11
 
 Document = dict[str, Any]
 
