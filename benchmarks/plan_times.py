@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parent / "results" / "plan_times.md"
 _DENSE = {"hidden_size": 4096, "num_hidden_layers": 32}
 _STATES = {"hidden_size": 4096, "num_hidden_layers": 64}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "afmoe": {}, "apertus": {}, "bailing_hybrid": {"num_experts": 20}, "bamba": {},
+    "afmoe": {}, "apertus": {}, "bailing_hybrid": {"num_experts": 24}, "bamba": {},
     "deepseek_v4": {"n_routed_experts": 6, "num_hidden_layers": 26}, "exaone4": _DENSE, "falcon_h1": {},
     "falcon_mamba": _STATES, "gemma3n_text": {}, "gemma4_text": {**_DENSE, "intermediate_size": 14336},
     "glm5_next": {"text_config": {"n_routed_experts": 8, "num_hidden_layers": 16}}, "granitemoehybrid": {},
@@ -52,7 +52,7 @@ def seconds(folder: Path) -> tuple[float, str]:
     began = time.perf_counter()
     done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
     took = time.perf_counter() - began
-    found = re.search(r"([\d.]+[BM]) parameters", done.stdout)
+    found = re.search(r"([\d.]+[BMT]) parameters", done.stdout)
     if found is None:
         raise SystemExit(f"{folder.name}: {done.stderr or done.stdout}")
     return took, found.group(1)
