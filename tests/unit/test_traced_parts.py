@@ -370,5 +370,28 @@ def test_a_traced_forward_pass_has_the_bytes_of_the_tape(precision: str) -> None
     setup = replace(FP32, precision=precision, loss="log_probs", micro_batch_size=4, sequence_length=256)
     for draws in (False, True):
         expected, found = (forward_bytes(facts, setup, is_cuda=False, draws=draws) for facts in (modelled, traced))
-        assert found.layers_bytes == pytest.approx(expected.layers_bytes, rel=0.12)
+        assert found.layers_bytes == pytest.approx(expected.layers_bytes, rel=0.01)
         assert found.head_bytes == pytest.approx(expected.head_bytes, rel=0.2 if draws else 0.01)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", ["helium", "apertus", "jetmoe"])
+def test_a_forward_pass_without_gradients_takes_what_the_real_one_takes(model_type: str) -> None:
+    """A frozen base in bf16; JetMoE's class is not recomputed."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from accel_scale.measuring.storages import StorageTracker
+
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 2048, "head_dim": 64,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "kv_channels": 64, "pad_token_id": 0}  # fmt: skip
+    config = AutoConfig.for_model(model_type, **shape)
+    facts = facts_of_any(json.loads(json.dumps(config.to_dict(), default=str)), name=model_type)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    lora = replace(FP32.lora, targets=())
+    setup = replace(FP32, method="lora", precision="bf16_true", lora=lora, micro_batch_size=4, sequence_length=512)
+    input_ids = torch.zeros(4, 512, dtype=torch.long)
+    with torch.no_grad(), StorageTracker() as tracker:
+        model.model(input_ids=input_ids, use_cache=False)
+    assert forward_bytes(facts, setup, is_cuda=False, draws=True).layers_bytes == pytest.approx(
+        tracker.peak_bytes, rel=0.001
+    )

@@ -113,10 +113,11 @@ def _of_trace(model: ModelFacts, setup: TrainingSetup, is_cuda: bool, draws: boo
     peaks, nets = marks_of(fit, rows, length)
     hidden = rows * length * fit["hidden_size"] * fit["hidden_bytes"]
     live, layers = nets["embed"], peaks["embed"]
-    for index in fit["stands_for"]:
+    for place, index in enumerate(fit["stands_for"]):
         layers = max(layers, live + peaks[f"forward {index}"])
-        # The layer's input is freed; weights cast for autocast stay.
-        live += 0.0 if is_kept else nets[f"forward {index}"] - hidden
+        # A layer's input is freed, but for the embeddings, which the model holds; weights cast for autocast stay.
+        live += (hidden if is_kept else nets[f"forward {index}"]) - (hidden if place else 0.0)
+    live -= hidden if fit["stands_for"] else 0.0  # the embeddings: the layers have run
     tape = Tape(autocast_bytes=setup.compute_bytes if setup.autocast else None, is_cuda=is_cuda)
     ops = Ops(tape)
     with tape.muted():
